@@ -1,0 +1,282 @@
+"""Weight-only quantization of a model, block by block: which mathematics is applied to which linear, and what came of it.
+
+A block goes through four choices: a transform that leaves its function unchanged (AWQ scaling), a range search, a
+rounding, and the scheme that says what is stored. The mathematics stands in the files beside this one.
+
+Shapes: O out features, I in features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compress.arch import TAPS, ModelSpec, Tap
+from compress.blockwise import Block, Changes, HeadBlock
+from compress.quant.awq import AwqResult, search_scale
+from compress.quant.gptq import gptq, output_error
+from compress.quant.ranges import find_range
+from compress.quant.rtn import round_to_nearest
+from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.statistics import Statistics
+
+NOT_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")  # arXiv 2306.00978: clipping them hurts the attention logits
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A Technique that quantizes the linears of `schemes` (by full name) and leaves every other tensor alone."""
+
+    spec: ModelSpec
+    schemes: Mapping[str, Scheme]
+    transform: str
+    range: str
+    rounding: str
+    scale_dtype: torch.dtype
+    act_order: bool
+    dampening: float
+    pack: Callable[[str, QuantizedWeight], dict[str, torch.Tensor]]
+
+    @property
+    def wants_head(self) -> bool:
+        return "lm_head" in self.schemes
+
+    def block(self, block: Block) -> Changes:
+        if not any(block.prefix + linear in self.schemes for tap in TAPS for linear in tap.linears):
+            if block.has_data:
+                block.advance()
+            return Changes()
+        if not block.has_data:
+            return self._without_data(block)
+        changes = Changes()
+        scales: dict[str, torch.Tensor] = {}
+        if self.transform == "awq":
+            observed = block.observe(hold_out=True, propagate=self.rounding == "rtn")
+            originals = {name: block.weights[name] for name in block.weights}
+            for tap in TAPS:
+                found = observed[tap.name]
+                scales[tap.name] = self._scale(block, tap, found.statistics, found.held_out, changes)
+            if self.rounding == "rtn":
+                for tap in TAPS:
+                    found = observed[tap.name]
+                    whole = found.statistics.merge(found.held_out) if found.held_out else found.statistics
+                    self._tap(block, tap, whole.scaled(scales[tap.name]), scales[tap.name], originals, changes)
+                return self._close(block, originals, changes)
+        else:
+            originals = dict(block.weights)
+        for found in block.sequential():
+            scale_I = scales.get(found.tap.name)
+            self._tap(block, found.tap, found.statistics, scale_I, originals, changes)
+        return self._close(block, originals, changes)
+
+    def head(self, head: HeadBlock) -> Changes:
+        changes = Changes()
+        found = head.observe()
+        statistics = found.statistics if found else None
+        weight, report = self._round({"lm_head": head.weight}, "lm_head", statistics)
+        self._store("lm_head", weight["lm_head"], changes)
+        errors = self._errors(head.weight, weight["lm_head"], head.weight, statistics, None, self.schemes["lm_head"])
+        changes.layers.append(self._record("lm_head", weight["lm_head"], statistics, errors, report))
+        return changes
+
+    def _without_data(self, block: Block) -> Changes:
+        changes = Changes()
+        for tap in TAPS:
+            self._tap(block, tap, None, None, dict(block.weights), changes)
+        return changes
+
+    def _scale(
+        self, block: Block, tap: Tap, statistics: Statistics, held_out: Statistics | None, changes: Changes
+    ) -> torch.Tensor:
+        """Search this tap's AWQ scale and fold it into producer and consumers; ones where none is applied."""
+        ones_I = torch.ones_like(statistics.abs_sum_I)
+        names = {linear: block.prefix + linear for linear in tap.linears}
+        producer_is_linear = (
+            f"{tap.producer}.weight" in block.weights and block.weights[f"{tap.producer}.weight"].ndim == 2
+        )
+        record: dict[str, Any] = {"name": f"{block.prefix}{tap.producer} -> {', '.join(tap.linears)}"}
+        touched = [*names.values(), *([block.prefix + tap.producer] if producer_is_linear else [])]
+        kept = [name for name in touched if name not in self.schemes]
+        if kept:
+            changes.transforms.append(
+                record | {"applied": False, "reason": f"{kept[0]} is not quantized and stays as it is"}
+            )
+            return ones_I
+        spec = self.spec
+        tied = (spec.heads, spec.kv_heads, spec.head_dim) if tap.name == "attention_output" else None
+        scheme = self.schemes[block.prefix + tap.linears[0]]
+        weights = [block.weights[f"{linear}.weight"] for linear in tap.linears]
+        found: AwqResult = search_scale(weights, statistics, held_out, scheme, self.scale_dtype, group_tied=tied)
+        record |= {
+            "applied": found.applied,
+            "reason": found.reason,
+            "ratio": found.ratio,
+            "error_before": found.error_before,
+            "error_after": found.error_after,
+        }
+        changes.transforms.append(record)
+        if not found.applied or found.scale_I is None:
+            return ones_I
+        return self._fold(block, tap, found.scale_I, producer_is_linear)
+
+    def _fold(self, block: Block, tap: Tap, scale_I: torch.Tensor, producer_is_linear: bool) -> torch.Tensor:
+        """Divide the producer's output channels by the scale and multiply the consumers' columns; returns what was used."""
+        weights, spec = block.weights, self.spec
+        if not producer_is_linear:
+            norm = weights[f"{tap.producer}.weight"]
+            stored = (norm / scale_I).to(block.dtypes[f"{tap.producer}.weight"]).float()
+            # The stored norm is rounded; dividing by what it became keeps the product exact.
+            scale_I = torch.where(stored == 0, 1.0, norm / torch.where(stored == 0, 1.0, stored))
+            weights[f"{tap.producer}.weight"] = torch.where(stored == 0, norm, stored)
+        else:
+            # Under grouped-query attention each KV channel feeds the same channel of all query heads of its group.
+            rows = scale_I
+            if tap.name == "attention_output" and spec.kv_heads != spec.heads:
+                rows = scale_I.view(spec.kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
+            weights[f"{tap.producer}.weight"] = weights[f"{tap.producer}.weight"] / rows[:, None]
+            if f"{tap.producer}.bias" in weights:
+                weights[f"{tap.producer}.bias"] = weights[f"{tap.producer}.bias"] / rows
+        for linear in tap.linears:
+            weights[f"{linear}.weight"] = weights[f"{linear}.weight"] * scale_I
+        return scale_I
+
+    def _tap(
+        self,
+        block: Block,
+        tap: Tap,
+        statistics: Statistics | None,
+        scale_I: torch.Tensor | None,
+        originals: Mapping[str, torch.Tensor],
+        changes: Changes,
+    ) -> None:
+        """Quantize the selected linears of one tap, given the statistics of their (scaled) input."""
+        chosen = [linear for linear in tap.linears if block.prefix + linear in self.schemes]
+        if not chosen:
+            return
+        weights = {linear: block.weights[f"{linear}.weight"] for linear in chosen}
+        rounded, report = self._round(weights, block.prefix + chosen[0], statistics)
+        for linear in chosen:
+            name = block.prefix + linear
+            original = originals[f"{linear}.weight"]
+            errors = self._errors(weights[linear], rounded[linear], original, statistics, scale_I, self.schemes[name])
+            changes.layers.append(self._record(name, rounded[linear], statistics, errors, report))
+            self._store(name, rounded[linear], changes)
+            block.weights[f"{linear}.weight"] = rounded[linear].dequantize()
+
+    def _round(
+        self, weights: Mapping[str, torch.Tensor], name: str, statistics: Statistics | None
+    ) -> tuple[dict[str, QuantizedWeight], dict[str, Any]]:
+        """Range search, then rounding, of linears that share an input; their rows are independent, so they go as one."""
+        scheme = self.schemes[name]
+        stacked_OI = torch.cat(list(weights.values()))
+        sizes = [len(weight) for weight in weights.values()]
+        if statistics is None:
+            scale_OG, zero_OG = find_range(stacked_OI, scheme, self.range, None, self.scale_dtype)
+            whole, report = round_to_nearest(stacked_OI, scheme, scale_OG, zero_OG), dict[str, Any]()
+        else:
+            scale_OG, zero_OG = self._ranges(weights, scheme, statistics)
+            if self.rounding == "gptq":
+                whole, told = gptq(
+                    stacked_OI,
+                    statistics.gram(),
+                    scheme,
+                    scale_OG,
+                    zero_OG,
+                    dampening=self.dampening,
+                    act_order=self.act_order,
+                )
+                report = {"dampening": told.dampening, "fallback": "rtn" if told.fallback else None}
+            else:
+                whole, report = round_to_nearest(stacked_OI, scheme, scale_OG, zero_OG), dict[str, Any]()
+        return dict(zip(weights, _split(whole, sizes), strict=True)), report
+
+    def _ranges(
+        self, weights: Mapping[str, torch.Tensor], scheme: Scheme, statistics: Statistics
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scales, zeros = [], []
+        for linear, weight in weights.items():
+            clipped = not (self.transform == "awq" and linear in NOT_CLIPPED)
+            method = self.range if clipped or self.range == "minmax" else "mse"
+            importance = statistics.gram() if method == "gram" else statistics.mean_square()
+            scale_OG, zero_OG = find_range(weight, scheme, method, importance, self.scale_dtype)
+            scales.append(scale_OG)
+            zeros.append(zero_OG)
+        return torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
+
+    def _errors(
+        self,
+        weight: torch.Tensor,
+        rounded: QuantizedWeight,
+        original: torch.Tensor,
+        statistics: Statistics | None,
+        scale_I: torch.Tensor | None,
+        scheme: Scheme,
+    ) -> dict[str, Any]:
+        """Relative error of the linear's output, and what plain round-to-nearest would have had on the same input."""
+        scale_OG, zero_OG = find_range(original, scheme, "minmax", None, self.scale_dtype)
+        plain = round_to_nearest(original, scheme, scale_OG, zero_OG).dequantize() - original
+        delta = rounded.dequantize() - weight
+        if statistics is None:
+            norm = float(original.double().square().sum()) or 1.0
+            return {
+                "error": float(delta.double().square().sum()) / norm,
+                "rtn_error": float(plain.double().square().sum()) / norm,
+                "error_of": "weights",
+            }
+        gram = statistics.gram()
+        plain_gram = gram if scale_I is None else statistics.scaled(1 / scale_I).gram()
+        norm = output_error(weight, gram) or 1.0
+        return {
+            "error": output_error(delta, gram) / norm,
+            "rtn_error": output_error(plain, plain_gram) / norm,
+            "error_of": "outputs",
+        }
+
+    def _record(
+        self,
+        name: str,
+        rounded: QuantizedWeight,
+        statistics: Statistics | None,
+        errors: dict[str, Any],
+        report: dict[str, Any],
+    ) -> dict[str, Any]:
+        return {
+            "name": name,
+            "scheme": str(rounded.scheme),
+            "tokens": statistics.tokens if statistics else 0,
+            **errors,
+            "dampening": None,
+            "fallback": None,
+            **report,
+            "codes_sha256": codes_sha256(rounded),
+        }
+
+    def _store(self, name: str, rounded: QuantizedWeight, changes: Changes) -> None:
+        changes.replace(f"{name}.weight", self.pack(name, rounded))
+
+    def _close(self, block: Block, originals: Mapping[str, torch.Tensor], changes: Changes) -> Changes:
+        """Store the dense tensors (norms, biases) that a transform changed, in the type they came in."""
+        for local, tensor in block.weights.items():
+            name = block.prefix + local
+            if tensor is not originals[local] and name not in changes.removed:
+                changes.replace(name, {name: tensor.to(block.dtypes[local])})
+        return changes
+
+
+def codes_sha256(weight: QuantizedWeight) -> str:
+    """Over codes, scales and zero points as they are in memory, before any packing."""
+    digest = hashlib.sha256()
+    for tensor in (weight.codes_OI, weight.scale_OG, weight.zero_point_OG):
+        if tensor is not None:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _split(whole: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
+    zeros = whole.zero_point_OG.split(sizes) if whole.zero_point_OG is not None else [None] * len(sizes)
+    parts = zip(whole.codes_OI.split(sizes), whole.scale_OG.split(sizes), zeros, strict=True)
+    return [QuantizedWeight(whole.scheme, codes, scale, zero) for codes, scale, zero in parts]
