@@ -33,7 +33,9 @@ class Activations:
     def __enter__(self) -> Activations:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def read(self, start: int, stop: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,22 +26,12 @@ import torch.nn.functional as F
 from compress.activations import Activations
 from compress.arch import EMBEDDING, FINAL_NORM, HEAD, TAPS, ModelSpec, Tap, block_prefix
 from compress.block import BlockForward
-from compress.checkpoint import Checkpoint, open_part, save_part
+from compress.checkpoint import Checkpoint, save_part
+from compress.flow import Collector, Flow, Observation, Tokens
 from compress.kernels.norm import rms_norm
 from compress.progress import Phase, Reporter
-from compress.statistics import Statistics
 
-HELD_OUT_EVERY = 8  # one sequence in so many is kept apart to judge what the others decided
 HEAD_TAP = Tap("head_input", (HEAD,), FINAL_NORM)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What the linears of one tap take as input, over the calibration tokens."""
-
-    tap: Tap
-    statistics: Statistics
-    held_out: Statistics | None  # of sequences that are not in `statistics`; None where all of them are
 
 
 @dataclass
@@ -77,51 +67,6 @@ class Technique(Protocol):
     def wants_head(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Rows start to stop: whole sequences of these lengths."""
-
-    start: int
-    stop: int
-    lengths: tuple[int, ...]
-    held_out: torch.Tensor  # bool [stop − start]
-
-    def rows(self, activations: Activations) -> torch.Tensor:
-        return activations.read(self.start, self.stop)
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The calibration sequences in the walk's order (by length, so that equal ones share a batch), cut into chunks."""
-
-    ids_T: torch.Tensor
-    chunks: tuple[Chunk, ...]
-
-
-def arrange(ids_T: torch.Tensor, lengths: Sequence[int], chunk_tokens: int) -> Tokens:
-    """Order sequences by length and group them into chunks of at most `chunk_tokens`, a longer one alone."""
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    ordered = torch.cat([ids_T[starts[i] : starts[i] + lengths[i]] for i in order])
-    chunks: list[Chunk] = []
-    start, members = 0, list[int]()
-
-    def close() -> None:
-        nonlocal start, members
-        sizes = tuple(lengths[i] for i in members)
-        apart = torch.tensor([i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for i in members])
-        mask = apart.repeat_interleave(torch.tensor(sizes))
-        chunks.append(Chunk(start, start + sum(sizes), sizes, mask))
-        start, members = start + sum(sizes), []
-
-    for i in order:
-        if members and sum(lengths[j] for j in members) + lengths[i] > chunk_tokens:
-            close()
-        members.append(i)
-    close()
-    return Tokens(ordered, tuple(chunks))
-
-
 class Block:
     """One block as a technique sees it: its weights, and what flows through it."""
 
@@ -130,13 +75,14 @@ class Block:
         spec: ModelSpec,
         index: int,
         weights: dict[str, torch.Tensor],
+        dtypes: dict[str, torch.dtype],
         flow: Flow | None,
     ) -> None:
         self.spec = spec
         self.index = index
         self.prefix = block_prefix(index)
         self.weights = weights  # float32, by local name; the forward pass uses what stands here
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.dtypes = dtypes  # what the checkpoint stores them in
         self._flow = flow
         self._forward = BlockForward(spec, index)
 
@@ -145,11 +91,11 @@ class Block:
         return self._flow is not None
 
     def observe(self, hold_out: bool = False, propagate: bool = False) -> dict[str, Observation]:
-        """All taps at once under the present weights, by name; `propagate` also makes the outputs the next block's input."""
+        """All taps at once under the present weights; `propagate` also makes the outputs the next block's input."""
         flow = self._data()
         collectors = [Collector(tap, self.prefix, hold_out) for tap in TAPS]
         for chunk in flow.steps(share=1.0):
-            hidden, forward, weights = chunk.rows(flow.source), self._forward, self.weights
+            hidden, forward, weights = flow.rows(chunk), self._forward, self.weights
             x = collectors[0].add(forward.attention_input(hidden, weights), chunk)
             context = collectors[1].add(forward.attention_output(x, weights, chunk.lengths), chunk)
             middle = forward.after_attention(hidden, context, weights)
@@ -171,27 +117,27 @@ class Block:
         with context, middle, gated:
             seen = Collector(TAPS[0], self.prefix)
             for chunk in flow.steps(share=0.05):
-                seen.add(forward.attention_input(chunk.rows(flow.source), weights), chunk)
+                seen.add(forward.attention_input(flow.rows(chunk), weights), chunk)
             yield seen.observation()
             seen = Collector(TAPS[1], self.prefix)
             for chunk in flow.steps(share=0.25):
-                x = forward.attention_input(chunk.rows(flow.source), weights)
+                x = forward.attention_input(flow.rows(chunk), weights)
                 context.write(chunk.start, seen.add(forward.attention_output(x, weights, chunk.lengths), chunk))
             yield seen.observation()
             seen = Collector(TAPS[2], self.prefix)
             for chunk in flow.steps(share=0.1):
-                hidden = forward.after_attention(chunk.rows(flow.source), chunk.rows(context), weights)
+                hidden = forward.after_attention(flow.rows(chunk), flow.rows(chunk, context), weights)
                 middle.write(chunk.start, hidden)
                 seen.add(forward.mlp_input(hidden, weights), chunk)
             yield seen.observation()
             seen = Collector(TAPS[3], self.prefix)
             for chunk in flow.steps(share=0.4):
-                x = forward.mlp_input(chunk.rows(middle), weights)
+                x = forward.mlp_input(flow.rows(chunk, middle), weights)
                 gated.write(chunk.start, seen.add(forward.mlp_output(x, weights), chunk))
             yield seen.observation()
             if flow.target is not None:
                 for chunk in flow.steps(share=0.2):
-                    rows = forward.after_mlp(chunk.rows(middle), chunk.rows(gated), weights)
+                    rows = forward.after_mlp(flow.rows(chunk, middle), flow.rows(chunk, gated), weights)
                     flow.target.write(chunk.start, rows)
 
     def advance(self) -> None:
@@ -200,7 +146,7 @@ class Block:
         if flow.target is None:
             return
         for chunk in flow.steps(share=1.0):
-            hidden = chunk.rows(flow.source)
+            hidden = flow.rows(chunk)
             x = forward.attention_input(hidden, weights)
             hidden = forward.after_attention(hidden, forward.attention_output(x, weights, chunk.lengths), weights)
             gated = forward.mlp_output(forward.mlp_input(hidden, weights), weights)
@@ -213,7 +159,7 @@ class Block:
 
 
 class HeadBlock:
-    """The head as a technique sees it: its weight [vocab, hidden] in float32, and the normed hidden states before it."""
+    """The head as a technique sees it: its float32 weight [vocab, hidden], and the normed states before it."""
 
     def __init__(self, weight: torch.Tensor, norm: torch.Tensor, eps: float, flow: Flow | None) -> None:
         self.weight = weight
@@ -224,56 +170,8 @@ class HeadBlock:
             return None
         seen = Collector(HEAD_TAP)
         for chunk in self._flow.steps(share=1.0):
-            seen.add(rms_norm(chunk.rows(self._flow.source), self._norm, self._eps), chunk)
+            seen.add(rms_norm(self._flow.rows(chunk), self._norm, self._eps), chunk)
         return seen.observation()
-
-
-class Collector:
-    """Gathers the statistics of one tap, with one sequence in HELD_OUT_EVERY apart where asked."""
-
-    def __init__(self, tap: Tap, prefix: str = "", hold_out: bool = False) -> None:
-        self.tap = tap
-        self._name = f"input of {prefix}{tap.linears[0]}"
-        self._hold_out = hold_out
-        self._kept: Statistics | None = None
-        self._apart: Statistics | None = None
-
-    def add(self, x: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Count these rows; returns them unchanged."""
-        if self._kept is None:
-            self._kept = Statistics.empty(x.shape[1], self._name)
-            self._apart = Statistics.empty(x.shape[1], self._name) if self._hold_out else None
-        if self._apart is not None and bool(chunk.held_out.any()):
-            self._apart.add(x[chunk.held_out])
-            self._kept.add(x[~chunk.held_out])
-        else:
-            self._kept.add(x)
-        return x
-
-    def observation(self) -> Observation:
-        assert self._kept is not None
-        apart = self._apart if self._apart is not None and self._apart.tokens else None
-        return Observation(self.tap, self._kept, apart)
-
-
-@dataclass
-class Flow:
-    """The activations into and out of one block."""
-
-    source: Activations
-    target: Activations | None  # None after the last block, unless the head wants them
-    tokens: Tokens
-    work: Path
-    advance: Callable[[float], None]
-
-    def steps(self, share: float) -> Iterator[Chunk]:
-        """The chunks in order, telling progress; `share` is this pass's part of the block's time."""
-        for chunk in self.tokens.chunks:
-            yield chunk
-            self.advance(share / len(self.tokens.chunks))
-
-    def scratch(self, name: str, width: int) -> Activations:
-        return Activations(self.work / f"{name}.tmp", len(self.tokens.ids_T), width)
 
 
 @dataclass(frozen=True)
@@ -285,6 +183,7 @@ class Walk:
     tokens: Tokens | None
     work: Path
     reporter: Reporter
+    device: str = "cpu"
 
     def run(self, technique: Technique, name: str) -> Changes:
         """Let the technique change every block (and the head where it wants to); resumes after finished blocks.
@@ -321,7 +220,7 @@ class Walk:
         else:
             phase.advance(0, f"block {index}")
             changes = technique.block(self._block(index, flow))
-        save_part(self._part(index), changes.tensors)
+        save_part(self._part(index), {name: tensor.cpu() for name, tensor in changes.tensors.items()})
         if flow is not None:
             if flow.target is not None:
                 flow.target.flush()
@@ -337,14 +236,16 @@ class Walk:
     def _block(self, index: int, flow: Flow | None) -> Block:
         prefix = block_prefix(index)
         names = self.spec.block_tensors()
-        block = Block(self.spec, index, {name: self.checkpoint.read(prefix + name).float() for name in names}, flow)
-        block.dtypes = {name: self.checkpoint.dtype(prefix + name) for name in names}
-        return block
+        weights = {name: self._read(prefix + name) for name in names}
+        dtypes = {name: self.checkpoint.dtype(prefix + name) for name in names}
+        return Block(self.spec, index, weights, dtypes, flow)
 
     def _head(self, flow: Flow | None) -> HeadBlock:
         name = f"{EMBEDDING if self.spec.tied else HEAD}.weight"
-        norm = self.checkpoint.read(f"{FINAL_NORM}.weight").float()
-        return HeadBlock(self.checkpoint.read(name).float(), norm, self.spec.norm_eps, flow)
+        return HeadBlock(self._read(name), self._read(f"{FINAL_NORM}.weight"), self.spec.norm_eps, flow)
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self.checkpoint.read(name).to(self.device, torch.float32)
 
     def _flow(self, index: int, last: bool, phase: Phase) -> Flow | None:
         if self.tokens is None:
@@ -357,7 +258,7 @@ class Walk:
             # A technique may take more passes than one: the block is never shown as done before it is.
             phase.advance(min(steps, max(0.0, index + 0.99 - phase.done)))
 
-        return Flow(source, target, self.tokens, self.work, advance)
+        return Flow(source, target, self.tokens, self.work, self.device, advance)
 
     def _embed(self) -> None:
         assert self.tokens is not None

@@ -47,7 +47,7 @@ def plan(recipe: Recipe) -> Forecast:
     return forecast(read_spec(resolve_config(recipe.model), recipe.model), recipe)
 
 
-def run(recipe: Recipe, reporter: Reporter, fresh: bool = False, command: str = "") -> Outcome:
+def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = False, command: str = "") -> Outcome:
     """Carry out a recipe. Raises UserError before any work, RunError when the work fails."""
     output = Path(recipe.output)
     plan(recipe)
@@ -198,5 +198,3 @@ def _deliver(directory: Path, output: Path, recipe: Recipe, report: Any, fresh: 
     publish(directory, output)
     shutil.rmtree(work)
     return told
-
-

@@ -39,7 +39,9 @@ class QuantizeSettings(Strict):
     symmetric: bool = True
     ignore: list[str] = ["lm_head"]  # module names, their last parts, or re:PATTERN
     format: Literal["compressed-tensors"] = "compressed-tensors"
-    scale_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"  # auto: the checkpoint's, float16 if that is 32
+    scale_dtype: Literal["auto", "float16", "bfloat16", "float32"] = (
+        "auto"  # auto: the checkpoint's, float16 if that is 32
+    )
     transform: Literal["none", "awq"] | None = None  # None: what the method says
     range: Literal["minmax", "mse", "imatrix", "gram"] | None = None  # None: what the method says
     rounding: Literal["rtn", "gptq"] | None = None  # None: what the method says
@@ -140,11 +142,15 @@ def parse_recipe(content: dict[str, Any], where: str) -> Recipe:
     content = dict(content)
     content["stages"] = [_parse_stage(item, i, where) for i, item in enumerate(_stage_list(content, where))]
     recipe = _validate(Recipe, content, where, "")
-    if len(set(recipe.evaluate.sources if recipe.evaluate else [])) != len(recipe.evaluate.sources if recipe.evaluate else []):
+    if len(set(recipe.evaluate.sources if recipe.evaluate else [])) != len(
+        recipe.evaluate.sources if recipe.evaluate else []
+    ):
         raise UserError(f"{where}: evaluate.text names a source twice")
     for i, stage in enumerate(recipe.stages):
         if recipe.calibration is None and needs_data(stage.settings):
-            raise UserError(f"{where}: stages[{i}].{stage.name}: {stage.settings.method} needs a `calibration:` section")
+            raise UserError(
+                f"{where}: stages[{i}].{stage.name}: {stage.settings.method} needs a `calibration:` section"
+            )
     return recipe
 
 

@@ -37,6 +37,7 @@ class StageRun:
     work: Path
     calibration: Calibration | None
     reporter: Reporter
+    device: str = "cpu"
     chunk_tokens: int = CHUNK_TOKENS
 
 
@@ -49,7 +50,7 @@ def quantize(run: StageRun, settings: QuantizeSettings) -> dict[str, Any]:
     tokens = None
     if run.calibration is not None:
         tokens = arrange(run.calibration.ids_T, run.calibration.lengths, run.chunk_tokens)
-    walk = Walk(checkpoint, spec, tokens, run.work, run.reporter)
+    walk = Walk(checkpoint, spec, tokens, run.work, run.reporter, run.device)
     quantizer = Quantizer(
         spec=spec,
         schemes=schemes,

@@ -59,11 +59,17 @@ def verify(directory: Path, source: Path, layers: list[dict[str, Any]], ids_S: t
     unquantized = [name for name in spec.linears() if name not in quantized]
     for name in unquantized:
         weight = f"{name}.weight"
-        if weight in original and weight in checkpoint and not torch.equal(original.read(weight), checkpoint.read(weight)):
+        if (
+            weight in original
+            and weight in checkpoint
+            and not torch.equal(original.read(weight), checkpoint.read(weight))
+        ):
             raise RunError(f"{directory}: {weight} was to stay as it is, and differs from {source}")
     difference = logit_difference(checkpoint, spec, ids_S)
     if not difference < TOLERANCE:
-        raise RunError(f"{directory}: the runtime's logits differ from the reference by {difference:.1e} of the largest")
+        raise RunError(
+            f"{directory}: the runtime's logits differ from the reference by {difference:.1e} of the largest one"
+        )
     return Verification(True, True, difference, unquantized)
 
 

@@ -1,4 +1,4 @@
-"""Weight-only quantization of a model, block by block: which mathematics is applied to which linear, and what came of it.
+"""Weight-only quantization, block by block: which mathematics is applied to which linear, and what came of it.
 
 A block goes through four choices: a transform that leaves its function unchanged (AWQ scaling), a range search, a
 rounding, and the scheme that says what is stored. The mathematics stands in the files beside this one.
@@ -124,7 +124,7 @@ class Quantizer:
         return self._fold(block, tap, found.scale_I, producer_is_linear)
 
     def _fold(self, block: Block, tap: Tap, scale_I: torch.Tensor, producer_is_linear: bool) -> torch.Tensor:
-        """Divide the producer's output channels by the scale and multiply the consumers' columns; returns what was used."""
+        """Divide the producer's output channels by the scale, multiply the consumers' columns; returns what was used."""
         weights, spec = block.weights, self.spec
         if not producer_is_linear:
             norm = weights[f"{tap.producer}.weight"]
@@ -170,7 +170,7 @@ class Quantizer:
     def _round(
         self, weights: Mapping[str, torch.Tensor], name: str, statistics: Statistics | None
     ) -> tuple[dict[str, QuantizedWeight], dict[str, Any]]:
-        """Range search, then rounding, of linears that share an input; their rows are independent, so they go as one."""
+        """Range search, then rounding, of linears that share an input: their rows are independent, so they go as one."""
         scheme = self.schemes[name]
         stacked_OI = torch.cat(list(weights.values()))
         sizes = [len(weight) for weight in weights.values()]
@@ -272,7 +272,7 @@ def codes_sha256(weight: QuantizedWeight) -> str:
     digest = hashlib.sha256()
     for tensor in (weight.codes_OI, weight.scale_OG, weight.zero_point_OG):
         if tensor is not None:
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

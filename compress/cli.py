@@ -1,0 +1,239 @@
+"""The `compress` command: each subcommand only parses, calls and prints. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from compress import __version__
+from compress.errors import RunError, UserError, nearest
+
+DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu or cuda.")
+
+
+class Commands(click.Group):
+    """Answers an unknown command with the nearest known one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            known = self.list_commands(ctx)
+            raise UserError(f"compress: no command {args[0]!r}; commands: {', '.join(known)}{nearest(args[0], known)}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="compress")
+def cli() -> None:
+    """Make language models smaller and faster, with proof."""
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--out", metavar="DIR", help="Where the result goes; replaces the recipe's `output`.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one setting: calibration.samples=128."
+)
+@click.option("--fresh", is_flag=True, help="Start over: drop unfinished work, and replace a finished result.")
+@click.option("--dry-run", is_flag=True, help="Only forecast, as `compress plan` does.")
+@DEVICE
+def run(recipe: Path, out: str | None, overrides: tuple[str, ...], fresh: bool, dry_run: bool, device: str) -> None:
+    """Compress a model by RECIPE, and report what that cost and gained.
+
+    A rerun resumes by itself after the last finished block. The result appears in the output directory whole or not
+    at all; work in progress lives beside it, in DIR.work.
+    """
+    from compress.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides, out)
+    if dry_run:
+        _print_plan(loaded)
+        return
+    _check_device(device)
+    from compress.evaluate.summary import summary
+    from compress.pipeline import run as run_pipeline
+    from compress.progress import Reporter
+
+    outcome = run_pipeline(
+        loaded, Reporter(), device=device, fresh=fresh, command=shlex.join(["compress", *sys.argv[1:]])
+    )
+    if not outcome.fresh:
+        click.echo(f"{outcome.directory}: finished before, by the same recipe; --fresh does it again")
+    for line in summary(outcome.report):
+        click.echo(line)
+    click.echo(f"checkpoint  {outcome.directory}")
+    click.echo(f"report      {outcome.directory / 'report.html'}")
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one setting: calibration.samples=128."
+)
+@click.option("--out", metavar="DIR", help="Replaces the recipe's `output`.")
+def plan(recipe: Path, overrides: tuple[str, ...], out: str | None) -> None:
+    """Forecast a run of RECIPE: each layer's scheme, size, peak memory, disk and time. Reads the config alone."""
+    from compress.recipe import load_recipe
+
+    _print_plan(load_recipe(recipe, overrides, out))
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def inspect(checkpoint: Path, as_json: bool) -> None:
+    """Show what CHECKPOINT stores: scheme, bits and bytes of each layer, and totals."""
+    from compress.inspection import inspect_checkpoint, render
+
+    found = inspect_checkpoint(checkpoint)
+    if as_json:
+        click.echo(found.to_json())
+    else:
+        _print(render(found))
+
+
+@cli.command(name="eval")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "--baseline", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Compare with this one, token by token."
+)
+@click.option(
+    "--text", multiple=True, required=True, metavar="SOURCE", help="File, hub dataset or wheel:// to score; repeatable."
+)
+@click.option("--window", type=click.IntRange(2), help="Tokens of a window. Default: 2048, or the model's limit.")
+@click.option("--tokens", type=click.IntRange(2), default=32768, show_default=True, help="Score at most so many.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also write the numbers here.",
+)
+@DEVICE
+def evaluate(
+    checkpoint: Path,
+    baseline: Path | None,
+    text: tuple[str, ...],
+    window: int | None,
+    tokens: int,
+    json_file: Path | None,
+    device: str,
+) -> None:
+    """Score CHECKPOINT on a text: perplexity, and with --baseline KL divergence and top-1 agreement."""
+    _check_device(device)
+    from compress.evaluate.paired import evaluate_command
+    from compress.progress import Reporter
+
+    for line in evaluate_command(checkpoint, baseline, list(text), window, tokens, json_file, device, Reporter()):
+        click.echo(line)
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help="Repeat it for several at once."
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option(
+    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 takes the likeliest token."
+)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--chat", is_flag=True, help="Put each prompt through the model's chat template, as a user's message.")
+@DEVICE
+def generate(
+    checkpoint: Path,
+    prompts: tuple[str, ...],
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    chat: bool,
+    device: str,
+) -> None:
+    """Continue one or more prompts with CHECKPOINT, in the bundled runtime."""
+    _check_device(device)
+    from compress.encoding import encode_prompt, load_tokenizer
+    from compress.runtime.engine import Engine, SamplingParams
+
+    engine = Engine.load(checkpoint, device=device)
+    tokenizer = load_tokenizer(checkpoint)
+    asked = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
+    ids = [encode_prompt(tokenizer, prompt) for prompt in asked]
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    for prompt, completion in zip(prompts, engine.generate(ids, params), strict=True):
+        click.echo(completion.text if chat else prompt + completion.text)
+
+
+def _print_plan(recipe: object) -> None:
+    from compress.forecast import render
+    from compress.pipeline import plan as make_plan
+
+    _print(render(make_plan(recipe)))  # type: ignore[arg-type]
+
+
+def _print(renderable: object) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)  # piped: no folding at 80 columns
+    console.print(renderable)
+
+
+def _check_device(device: str) -> None:
+    name = device.partition(":")[0]
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"--device {device}: not a device; devices: cpu, cuda{nearest(name, ['cpu', 'cuda'])}")
+    if name == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(f"--device {device}: torch sees no CUDA device here; use --device cpu")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Exit 2 for a user's mistake, 1 for a failure of the work, 130 for Ctrl-C: one line each, no traceback."""
+    try:
+        yield
+    except UserError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except RunError as error:
+        click.echo(f"failed: {error}", err=True)
+        sys.exit(1)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted; the same command resumes where it stopped", err=True)
+        sys.exit(130)
+
+
+def main() -> None:
+    # Spinning threads stall each other on a shared machine; torch reads this once, when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with one_line_errors():
+        _invoke()
+
+
+def _invoke() -> None:
+    try:
+        code = cli.main(standalone_mode=False, prog_name="compress")
+    except click.UsageError as error:
+        error.show()
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()
