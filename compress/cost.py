@@ -10,16 +10,16 @@ import math
 from dataclasses import dataclass
 
 from compress.arch import BLOCK_LINEARS, TAPS, ModelSpec
-from compress.recipe import CalibrationSettings, QuantizeSettings, needs_data, resolve_method
+from compress.recipe import CalibrationSettings, QuantizeSettings, resolve_method
 from compress.roofline import attention_flops, block_weights
 
 FLOAT = 4  # the walk computes in float32
 LIBRARIES = 400 << 20  # resident after importing torch and reading the tokenizer; measured on Linux x86-64
 CHUNK_TOKENS = 4096  # tokens of one pass through a block; a longer sequence goes alone
-SCALE_STEPS = 20  # AWQ's grid of exponents
-RANGE_STEPS = 20  # shrink factors of a range search
-# Passes over a weight for one step of a search: scale, round, clamp, subtract, compare. Each reads and writes memory.
-ELEMENTWISE_FLOPS = 200  # SGEMM FLOPs that take as long as one step on one weight
+SCALE_STEPS = 22  # AWQ's grid of exponents, and the held-out errors before and after
+RANGE_STEPS = {True: 41, False: 60}  # candidates of a range search, symmetric or not
+# A step of a search scales, rounds, clamps, subtracts and compares each weight: passes over memory, not products.
+ELEMENTWISE_FLOPS = 200  # SGEMM FLOPs that take as long as one such step takes for one weight
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,8 @@ def walk_cost(
     spec: ModelSpec, settings: QuantizeSettings, calibration: CalibrationSettings | None, finished_bytes: int
 ) -> WalkCost:
     """Price one quantize stage; `finished_bytes` is what its part files will hold."""
-    if calibration is None or not needs_data(settings):
-        tokens, length = 0, 0
-    else:
-        tokens, length = calibration.samples * calibration.sequence_length, calibration.sequence_length
+    length = calibration.sequence_length if calibration else 0
+    tokens = calibration.samples * length if calibration else 0
     disk = {"finished blocks": finished_bytes}
     if tokens:
         disk["hidden states"] = 2 * tokens * spec.hidden * FLOAT
@@ -100,11 +98,11 @@ def _flops(spec: ModelSpec, settings: QuantizeSettings, tokens: int, length: int
     )  # one tr(ΔW·H·ΔWᵀ) for every linear
     elementwise = 2.0 * weights * ELEMENTWISE_FLOPS
     if method.range != "minmax":
-        elementwise += RANGE_STEPS * weights * ELEMENTWISE_FLOPS
+        elementwise += RANGE_STEPS[settings.symmetric] * weights * ELEMENTWISE_FLOPS
     if not tokens:
         return elementwise
     forward = 2.0 * weights * tokens + attention_flops(spec, length) * tokens / length
-    gram = 2.0 * tokens * spec.layers * sum(width**2 for width in tap_widths(spec))
+    gram = 1.0 * tokens * spec.layers * sum(width**2 for width in tap_widths(spec))  # symmetric: half of the products
     passes = (method.transform == "awq") + _rounds_in_sequence(settings)
     total = passes * (forward + gram) + 2 * forms + elementwise
     if method.transform == "awq":

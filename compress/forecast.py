@@ -39,7 +39,7 @@ class LayerForecast:
 
 @dataclass(frozen=True)
 class SpeedForecast:
-    """Decode on one device at SPEED_CONTEXT tokens of context, by batch size: the roofline at 16 bits and as planned."""
+    """Decode on one device at SPEED_CONTEXT tokens of context, by batch size: the roofline, now and as planned."""
 
     title: str
     baseline: dict[int, Prediction]
