@@ -7,6 +7,7 @@ the narrowest float type that the file's own types justify.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from compress.sources.gguf_header import GgufHeader, GgufTensor, read_header
 from compress.sources.gguf_tokenizer import write_tokenizer
 from compress.tensorfile import write_json
 
+INTERVAL = 5.0  # seconds between progress lines
 SLAB = 16 << 20  # quantized bytes decoded at a time
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -144,8 +146,13 @@ def _write(
     config = _config(header, dtype)
     permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
 
+    said = time.monotonic() - INTERVAL
+
     def load(number: int, name: str) -> torch.Tensor:
-        progress(f"tensor {number}/{len(names)} {name}")
+        nonlocal said
+        if time.monotonic() - said >= INTERVAL:
+            progress(f"converting tensor {number}/{len(names)}: {name}")
+            said = time.monotonic()
         tensor = read_tensor(header.path, header.tensors[name], dtype)
         module = name.split(".")[-2]
         if header.fields["general.architecture"] == "llama" and module in permuted:

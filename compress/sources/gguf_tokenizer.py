@@ -26,6 +26,8 @@ def write_tokenizer(header: GgufHeader, directory: Path) -> None:
 
     cut = header.fields.get("tokenizer.ggml.pre")
     byte_level = header.fields.get("tokenizer.ggml.model") == "gpt2"
+    if byte_level and cut is None:
+        raise UserError(f"{header.path}: no tokenizer.ggml.pre, so its vocabulary is ambiguous; use a newer conversion")
     if byte_level and cut not in _REBUILT | {"smollm"}:
         known = ", ".join(sorted(_REBUILT | {"smollm"}))
         raise UserError(f"{header.path}: tokenizer.ggml.pre {cut!r} is not supported; supported: {known}")
