@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from compress.arch import HEAD, ModelSpec, read_spec
-from compress.blockwise import Changes, Walk, arrange
+from compress.blockwise import Changes, Walk
 from compress.calibration import Calibration
 from compress.checkpoint import Checkpoint, TensorRef, open_part, write_checkpoint
+from compress.flow import arrange
 from compress.formats import compressed_tensors
 from compress.memory import peak_bytes, reset_peak, resident_bytes
 from compress.progress import Reporter
