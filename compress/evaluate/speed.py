@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from compress.arch import ModelSpec
 from compress.errors import UserError
 from compress.evaluate import contract
 from compress.evaluate.compare import Estimate, contains, paired_log_ratio
+from compress.runtime.engine import Engine, SamplingParams
 
 Progress = Callable[[int, int], None]
 
@@ -38,7 +39,36 @@ class Arm(Protocol):
     @property
     def element_bytes(self) -> int: ...  # of the type it computes in, which embedding and cache have
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> None: ...  # greedy, never stopping early
+    def steps(self, prompts: list[list[int]], output: int) -> Iterator[int]:
+        """Generate greedily, never stopping early; after each step, the fewest tokens that any sequence has."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineArm:
+    """The bundled runtime as an arm; `dtype` is what the engine was loaded to compute in."""
+
+    engine: Engine
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.engine.spec
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.engine.weight_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    def steps(self, prompts: list[list[int]], output: int) -> Iterator[int]:
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        requests = [self.engine.add(prompt, params) for prompt in prompts]
+        while any(request.status != "finished" for request in requests):
+            self.engine.step()
+            yield min(len(request.generated) for request in requests)
 
 
 @dataclass(frozen=True)
@@ -61,18 +91,16 @@ def prompts_for(workload: Workload, vocab: int, seed: int) -> list[list[int]]:
 
 
 def time_generation(arm: Arm, workload: Workload, seed: int, clock: Callable[[], float] = time.perf_counter) -> Timing:
-    """Time one token, then `output` tokens, on different prompts of the same shape.
-
-    A clock that cannot tell the two apart (a disturbed run) gives the TPOT of the whole run, prompt included.
-    """
+    """Time one batch: TTFT until every sequence has its first token, TPOT from there to the end."""
+    prompts = prompts_for(workload, arm.spec.vocab, seed)
     start = clock()
-    arm.generate(prompts_for(workload, arm.spec.vocab, 2 * seed), 1)
-    first = clock() - start
-    start = clock()
-    arm.generate(prompts_for(workload, arm.spec.vocab, 2 * seed + 1), workload.output)
-    whole = clock() - start
-    decode = whole - first
-    return Timing(first, decode / (workload.output - 1) if decode > 0 else whole / workload.output)
+    first, end = None, start
+    for tokens in arm.steps(prompts, workload.output):
+        end = clock()
+        if first is None and tokens > 0:
+            first = end
+    first = end if first is None else first
+    return Timing(first - start, (end - first) / (workload.output - 1))
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from compress.arch import ModelSpec, read_spec
 from compress.errors import UserError
 from compress.evaluate.compare import Estimate, paired_log_ratio
-from compress.evaluate.speed import Workload, bytes_per_step, is_resolved, measure, prompts_for
-from tests.tiny import BASE
+from compress.evaluate.speed import EngineArm, Workload, bytes_per_step, is_resolved, measure, prompts_for
+from compress.runtime.engine import Engine
+from tests.tiny import BASE, tiny_model
 
 SPEC = read_spec({"model_type": "llama", **BASE})
 WORK = Workload(batch=2, prompt=32, output=11)
@@ -43,9 +46,14 @@ class SimulatedArm:
     spec: ModelSpec = SPEC
     seen: list[tuple[int, ...]] = field(default_factory=list)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> None:
+    def steps(self, prompts: list[list[int]], output: int) -> Iterator[int]:
         self.seen += [tuple(prompt) for prompt in prompts]
-        self.clock.spend(self.prompt + self.token * (max_tokens - 1))
+        for done, seconds in ((0, self.prompt / 4), (1, self.prompt * 3 / 4)):  # a prompt prefilled in two chunks
+            self.clock.spend(seconds)
+            yield done
+        for done in range(2, output + 1):
+            self.clock.spend(self.token)
+            yield done
 
 
 def test_exact_times_on_a_quiet_machine():
@@ -63,14 +71,24 @@ def test_exact_times_on_a_quiet_machine():
 
 
 def test_drift_cancels_between_the_arms():
-    """A machine that slows down to 2.7 times still shows equal arms as equal."""
+    """A machine that slows down to half its speed still shows equal arms as equal."""
     clock = Clock(drift=0.01)
     row = measure(SimulatedArm(clock, 1.0, 0.1), SimulatedArm(clock, 1.0, 0.1), WORK, 8, 1e9, clock)
-    assert clock.drift * clock.now > 1.5
+    assert clock.drift * clock.now > 0.9
     assert row.ratio == pytest.approx(1.0, abs=0.02)
     assert row.ci95 is not None
     assert row.ci95[0] <= 1 <= row.ci95[1]
     assert not row.resolved
+
+
+def test_the_engine_is_timed(tmp_path: Path):
+    """The bundled runtime against itself: finite times, equal bytes, and a control that contains 1."""
+    arm = EngineArm(Engine.load(tiny_model(tmp_path)))
+    row = measure(arm, arm, Workload(batch=2, prompt=24, output=5), rounds=2, seconds=10)
+    assert row.baseline.ttft_ms > 0
+    assert row.compressed.tpot_ms > 0
+    assert row.predicted_ratio == 1.0
+    assert list(arm.steps([[3] * 24, [4] * 9], 5))[-1] == 5
 
 
 @pytest.mark.parametrize(("speedup", "resolved"), [(1.0, False), (1.5, True)])
@@ -92,9 +110,9 @@ def test_a_ratio_inside_the_control_band_is_not_resolved():
 
 def test_the_budget_ends_the_rounds_but_never_before_two():
     clock = Clock()
-    arm = SimulatedArm(clock, 1.0, 0.1)  # a pair of runs takes 3 s, a round 12 s, warming up 6 s
+    arm = SimulatedArm(clock, 1.0, 0.1)  # a run takes 2 s, warming up 4 s, a round 8 s
     assert measure(arm, arm, WORK, 10, 1.0, clock).rounds == 2
-    assert measure(arm, arm, WORK, 10, 45.0, clock).rounds == 3
+    assert measure(arm, arm, WORK, 10, 30.0, clock).rounds == 3
     assert measure(arm, arm, WORK, 4, 1e9, clock).rounds == 4
 
 
@@ -102,7 +120,7 @@ def test_no_prompt_is_met_twice_by_one_arm():
     clock = Clock()
     baseline, compressed = SimulatedArm(clock, 1.0, 0.1), SimulatedArm(clock, 1.0, 0.1)
     measure(baseline, compressed, WORK, 3, 1e9, clock)
-    assert len(set(baseline.seen)) == len(baseline.seen) == (3 * 2 + 1) * 2 * WORK.batch
+    assert len(set(baseline.seen)) == len(baseline.seen) == (3 * 2 + 1) * WORK.batch
     assert sorted(baseline.seen) == sorted(compressed.seen)
     assert prompts_for(WORK, 256, 5) == prompts_for(WORK, 256, 5)
 
