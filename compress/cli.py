@@ -120,7 +120,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
 def evaluate(
     checkpoint: Path,
     baseline: Path | None,
-    text: tuple[str, ...],
+    text: str,
     window: int | None,
     tokens: int,
     json_file: Path | None,
@@ -131,7 +131,7 @@ def evaluate(
     from compress.evaluate.paired import evaluate_command
     from compress.progress import Reporter
 
-    for line in evaluate_command(checkpoint, baseline, list(text), window, tokens, json_file, device, Reporter()):
+    for line in evaluate_command(checkpoint, baseline, text, window, tokens, json_file, device, Reporter()):
         click.echo(line)
 
 

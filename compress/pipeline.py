@@ -22,12 +22,13 @@ from compress.blockwise import write_durably
 from compress.calibration import Calibration, calibrate_texts
 from compress.checkpoint import Checkpoint, check_tensors, publish
 from compress.errors import UserError
-from compress.evaluate.paired import evaluate_pair
+from compress.evaluate.paired import evaluate_pair, read_evaluation_text
 from compress.evaluate.report import build_report, write_report
 from compress.forecast import Forecast, forecast
 from compress.formats import require_dense
+from compress.heldout import EvaluationText
 from compress.progress import Reporter
-from compress.recipe import Recipe
+from compress.recipe import Recipe, Stage
 from compress.sources import Source, resolve, resolve_config
 from compress.stages import StageRun, run_stage
 from compress.verify import verify
@@ -57,6 +58,7 @@ def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = F
     spec = read_spec(checkpoint.config, str(source.path / "config.json"))
     check_tensors(checkpoint, spec)
     calibration = _calibrate(recipe, source, spec, reporter)
+    text = _evaluation_text(recipe, source, spec)
     fingerprint = {
         "model": checkpoint.fingerprint(),
         "recipe": recipe.weights_sha256(),
@@ -66,13 +68,12 @@ def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = F
         return Outcome(output, done, fresh=False)
     with _workplace(output, fingerprint, fresh) as work:
         directory, records = source.path, list[dict[str, Any]]()
-        verified: dict[str, Any] = {}
         for index, stage in enumerate(recipe.stages):
-            directory, record = _stage(index, stage.name, stage.settings, directory, work, calibration, reporter)
+            directory, record = _stage(index, stage, directory, work, calibration, reporter, device)
             records.append(record)
         reporter.say("verify: reading the checkpoint back")
         verified = verify(directory, _source_of_last(source, work, len(records)), records[-1]["layers"], _probe(spec))
-        evaluation = evaluate_pair(source.path, directory, recipe.evaluate, calibration, reporter)
+        evaluation = evaluate_pair(source.path, directory, recipe.evaluate, text, calibration, reporter, device)
         report = build_report(
             recipe=recipe,
             source=source,
@@ -100,7 +101,14 @@ def _calibrate(recipe: Recipe, source: Source, spec: ModelSpec, reporter: Report
         )
     reporter.say(f"calibration: reading {', '.join(settings.sources)}")
     calibration = calibrate_texts(
-        settings.sources, settings.samples, settings.sequence_length, settings.seed, settings.pack, source.path
+        settings.sources,
+        settings.samples,
+        settings.sequence_length,
+        settings.seed,
+        settings.pack,
+        source.path,
+        field=settings.field,
+        evaluation=recipe.evaluate.text if recipe.evaluate else None,
     )
     facts = calibration.facts
     reporter.say(f"calibration: {facts.samples} samples, {facts.tokens} tokens, sha256 {facts.sha256[:12]}")
@@ -109,24 +117,36 @@ def _calibrate(recipe: Recipe, source: Source, spec: ModelSpec, reporter: Report
     return calibration
 
 
+def _evaluation_text(recipe: Recipe, source: Source, spec: ModelSpec) -> EvaluationText | None:
+    settings = recipe.evaluate
+    if settings is None:
+        return None
+    if settings.window > spec.max_positions:
+        raise UserError(
+            f"evaluate.window: {settings.window} is beyond the model's max_position_embeddings {spec.max_positions}"
+        )
+    data = recipe.calibration.sources if recipe.calibration else []
+    return read_evaluation_text(settings.text, settings.field, settings.window, settings.tokens, source.path, data)
+
+
 def _stage(
     index: int,
-    name: str,
-    settings: Any,
+    stage: Stage,
     source: Path,
     work: Path,
     calibration: Calibration | None,
     reporter: Reporter,
+    device: str,
 ) -> tuple[Path, dict[str, Any]]:
     """Run a stage, or take what an earlier run finished; its record is written last."""
-    place = work / f"{index:02d}-{name}"
+    place = work / f"{index:02d}-{stage.name}"
     record, output = place.with_suffix(".json"), place / "checkpoint"
     if record.exists():
-        reporter.say(f"{name}: finished before")
+        reporter.say(f"{stage.name}: finished before")
         return output, json.loads(record.read_text())
     shutil.rmtree(output, ignore_errors=True)
-    run = StageRun(source, output, place / "walk", calibration, reporter)
-    told = run_stage(name, run, settings)
+    run = StageRun(source, output, place / "walk", calibration, reporter, device)
+    told = run_stage(stage.name, run, stage.settings)
     write_durably(record, json.dumps(told))
     shutil.rmtree(place / "walk")
     return output, told
@@ -190,11 +210,11 @@ def _deliver(directory: Path, output: Path, recipe: Recipe, report: Any, fresh: 
     """Put the documents beside the checkpoint and give both their name."""
     (directory / "recipe.yaml").write_text(recipe.yaml())
     told = write_report(directory, report)
+    work = output.with_name(output.name + ".work")
     if output.exists():
         if not fresh:
             raise UserError(f"{output}: appeared while this run was at work; it was left alone")
-        shutil.rmtree(output)
-    work = output.with_name(output.name + ".work")
+        output.rename(work / "replaced")
     publish(directory, output)
     shutil.rmtree(work)
     return told

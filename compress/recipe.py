@@ -72,15 +72,11 @@ class SpeedSettings(Strict):
 
 
 class EvaluateSettings(Strict):
-    text: str | list[str]
+    text: str  # held apart from calibration: hub dataset:split, a path, or wheel://DIST==VERSION/path
     field: str | None = None
     window: int = Field(2048, ge=2)  # tokens of a window; each is scored apart
     tokens: int = Field(32768, ge=2)  # at most so many are scored
     speed: SpeedSettings | None = None
-
-    @property
-    def sources(self) -> list[str]:
-        return [self.text] if isinstance(self.text, str) else list(self.text)
 
 
 STAGE_SETTINGS: dict[str, type[Strict]] = {"quantize": QuantizeSettings}

