@@ -11,16 +11,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from compress.arch import TAPS, ModelSpec, Tap
 from compress.blockwise import Block, Changes, HeadBlock
-from compress.quant.awq import AwqResult, search_scale
 from compress.quant.gptq import gptq, output_error
-from compress.quant.ranges import find_range
+from compress.quant.ranges import RangeMethod, find_range
 from compress.quant.rtn import round_to_nearest
+from compress.quant.scaling import scale_tap
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.statistics import Statistics
 
@@ -33,9 +33,9 @@ class Quantizer:
 
     spec: ModelSpec
     schemes: Mapping[str, Scheme]
-    transform: str
-    range: str
-    rounding: str
+    transform: Literal["none", "awq"]
+    range: RangeMethod
+    rounding: Literal["rtn", "gptq"]
     scale_dtype: torch.dtype
     act_order: bool
     dampening: float
@@ -59,7 +59,8 @@ class Quantizer:
             originals = {name: block.weights[name] for name in block.weights}
             for tap in TAPS:
                 found = observed[tap.name]
-                scales[tap.name] = self._scale(block, tap, found.statistics, found.held_out, changes)
+                scales[tap.name], told = scale_tap(block, found, self.schemes, self.scale_dtype)
+                changes.transforms.append(told)
             if self.rounding == "rtn":
                 for tap in TAPS:
                     found = observed[tap.name]
@@ -89,61 +90,6 @@ class Quantizer:
             self._tap(block, tap, None, None, dict(block.weights), changes)
         return changes
 
-    def _scale(
-        self, block: Block, tap: Tap, statistics: Statistics, held_out: Statistics | None, changes: Changes
-    ) -> torch.Tensor:
-        """Search this tap's AWQ scale and fold it into producer and consumers; ones where none is applied."""
-        ones_I = torch.ones_like(statistics.abs_sum_I)
-        names = {linear: block.prefix + linear for linear in tap.linears}
-        producer_is_linear = (
-            f"{tap.producer}.weight" in block.weights and block.weights[f"{tap.producer}.weight"].ndim == 2
-        )
-        record: dict[str, Any] = {"name": f"{block.prefix}{tap.producer} -> {', '.join(tap.linears)}"}
-        touched = [*names.values(), *([block.prefix + tap.producer] if producer_is_linear else [])]
-        kept = [name for name in touched if name not in self.schemes]
-        if kept:
-            changes.transforms.append(
-                record | {"applied": False, "reason": f"{kept[0]} is not quantized and stays as it is"}
-            )
-            return ones_I
-        spec = self.spec
-        tied = (spec.heads, spec.kv_heads, spec.head_dim) if tap.name == "attention_output" else None
-        scheme = self.schemes[block.prefix + tap.linears[0]]
-        weights = [block.weights[f"{linear}.weight"] for linear in tap.linears]
-        found: AwqResult = search_scale(weights, statistics, held_out, scheme, self.scale_dtype, group_tied=tied)
-        record |= {
-            "applied": found.applied,
-            "reason": found.reason,
-            "ratio": found.ratio,
-            "error_before": found.error_before,
-            "error_after": found.error_after,
-        }
-        changes.transforms.append(record)
-        if not found.applied or found.scale_I is None:
-            return ones_I
-        return self._fold(block, tap, found.scale_I, producer_is_linear)
-
-    def _fold(self, block: Block, tap: Tap, scale_I: torch.Tensor, producer_is_linear: bool) -> torch.Tensor:
-        """Divide the producer's output channels by the scale, multiply the consumers' columns; returns what was used."""
-        weights, spec = block.weights, self.spec
-        if not producer_is_linear:
-            norm = weights[f"{tap.producer}.weight"]
-            stored = (norm / scale_I).to(block.dtypes[f"{tap.producer}.weight"]).float()
-            # The stored norm is rounded; dividing by what it became keeps the product exact.
-            scale_I = torch.where(stored == 0, 1.0, norm / torch.where(stored == 0, 1.0, stored))
-            weights[f"{tap.producer}.weight"] = torch.where(stored == 0, norm, stored)
-        else:
-            # Under grouped-query attention each KV channel feeds the same channel of all query heads of its group.
-            rows = scale_I
-            if tap.name == "attention_output" and spec.kv_heads != spec.heads:
-                rows = scale_I.view(spec.kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
-            weights[f"{tap.producer}.weight"] = weights[f"{tap.producer}.weight"] / rows[:, None]
-            if f"{tap.producer}.bias" in weights:
-                weights[f"{tap.producer}.bias"] = weights[f"{tap.producer}.bias"] / rows
-        for linear in tap.linears:
-            weights[f"{linear}.weight"] = weights[f"{linear}.weight"] * scale_I
-        return scale_I
-
     def _tap(
         self,
         block: Block,
@@ -170,7 +116,7 @@ class Quantizer:
     def _round(
         self, weights: Mapping[str, torch.Tensor], name: str, statistics: Statistics | None
     ) -> tuple[dict[str, QuantizedWeight], dict[str, Any]]:
-        """Range search, then rounding, of linears that share an input: their rows are independent, so they go as one."""
+        """Range search, then rounding, of linears that share an input: rows are independent, so they go as one."""
         scheme = self.schemes[name]
         stacked_OI = torch.cat(list(weights.values()))
         sizes = [len(weight) for weight in weights.values()]
@@ -200,7 +146,7 @@ class Quantizer:
         scales, zeros = [], []
         for linear, weight in weights.items():
             clipped = not (self.transform == "awq" and linear in NOT_CLIPPED)
-            method = self.range if clipped or self.range == "minmax" else "mse"
+            method: RangeMethod = self.range if clipped or self.range == "minmax" else "mse"
             importance = statistics.gram() if method == "gram" else statistics.mean_square()
             scale_OG, zero_OG = find_range(weight, scheme, method, importance, self.scale_dtype)
             scales.append(scale_OG)
