@@ -1,0 +1,101 @@
+"""Which tokens come next: budget, order, preemption."""
+
+from __future__ import annotations
+
+import pytest
+
+from compress.errors import UserError
+from compress.runtime.pages import PagePool
+from compress.runtime.request import Request, SamplingParams
+from compress.runtime.scheduler import Scheduler, StepPlan
+
+
+def request(prompt: int, new: int = 4) -> Request:
+    return Request(
+        token_ids=list(range(prompt)),
+        prompt_length=prompt,
+        params=SamplingParams(max_tokens=new),
+        key=b"",
+        stop_ids=frozenset(),
+        max_length=prompt + new,
+    )
+
+
+def advance(scheduler: Scheduler) -> list[tuple[int, int]]:
+    """One step with made-up tokens; (start, count) of each chunk."""
+    plan: StepPlan = scheduler.plan()
+    sampled = [chunk.request for chunk in plan if chunk.catches_up]
+    scheduler.commit(plan)
+    for each in sampled:
+        each.append(0)
+        if each.finish_reason:
+            scheduler.finish(each, each.finish_reason)
+    scheduler.check()
+    return [(chunk.start, chunk.count) for chunk in plan]
+
+
+def test_prompts_are_cut_to_the_budget_and_mix_with_decoding() -> None:
+    scheduler = Scheduler(PagePool(64, 4), max_batched_tokens=8)
+    scheduler.add(request(5))
+    scheduler.add(request(12))
+    assert advance(scheduler) == [(0, 5), (0, 3)]
+    assert advance(scheduler) == [(5, 1), (3, 7)]
+    assert advance(scheduler) == [(6, 1), (10, 2)]
+    assert advance(scheduler) == [(7, 1), (12, 1)]
+
+
+def test_running_requests_go_before_waiting_ones() -> None:
+    scheduler = Scheduler(PagePool(64, 4), max_batched_tokens=2)
+    for _ in range(3):
+        scheduler.add(request(1))
+    assert advance(scheduler) == [(0, 1), (0, 1)]
+    assert advance(scheduler) == [(1, 1), (1, 1)]
+    assert len(scheduler.waiting) == 1
+
+
+def test_the_last_is_preempted_and_nobody_admitted_in_that_step() -> None:
+    scheduler = Scheduler(PagePool(4, 4), max_batched_tokens=64)
+    old, young, late = request(8, new=8), request(8, new=8), request(1)
+    for each in (old, young, late):
+        scheduler.add(each)
+    assert advance(scheduler) == [(0, 8), (0, 8)]
+    assert advance(scheduler) == [(8, 1)]
+    assert scheduler.preemptions == 1
+    assert (young.status, young.pages, young.num_computed) == ("waiting", [], 0)
+    assert list(scheduler.waiting) == [young, late]
+    assert young.generated == [0], "its token is kept"
+
+
+def test_the_last_running_request_may_have_to_preempt_itself() -> None:
+    scheduler = Scheduler(PagePool(5, 4), max_batched_tokens=64)
+    old, young = request(11, new=8), request(8, new=8)
+    for each in (old, young):
+        scheduler.add(each)
+    assert advance(scheduler) == [(0, 11), (0, 8)]
+    assert advance(scheduler) == [(11, 1)]
+    assert young.status == "waiting"
+    while scheduler.busy:
+        advance(scheduler)
+    assert (old.finish_reason, young.finish_reason) == ("length", "length")
+    assert len(young.generated) == 8
+    assert scheduler.pool.used == 0
+
+
+def test_a_request_larger_than_the_pool_is_refused_with_the_numbers() -> None:
+    scheduler = Scheduler(PagePool(4, 4), max_batched_tokens=64)
+    scheduler.add(request(13, new=4))  # 16 cached tokens: the 17th is never fed back
+    with pytest.raises(UserError, match=r"14 tokens with up to 4 new ones needs 5 cache pages of 4 .* has 4 \(16"):
+        scheduler.add(request(14, new=4))
+
+
+def test_finishing_frees_pages_in_every_state() -> None:
+    scheduler = Scheduler(PagePool(4, 4), max_batched_tokens=64)
+    running, waiting = request(12), request(8)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    advance(scheduler)
+    scheduler.finish(waiting, "abort")
+    scheduler.finish(running, "abort")
+    assert not scheduler.busy
+    assert scheduler.pool.free == 4
+    scheduler.check()
