@@ -18,7 +18,11 @@ class Section(BaseModel):
 
 
 class Provenance(Section):
-    model: str
+    model: str  # as the recipe names it
+    revision: str | None = None  # hub commit, sha256 of a file, or fingerprint of a directory
+    base_model: str | None = None  # the Hub id, where the model is on the Hub
+    license: str | None = None  # what the base model's card states
+    fingerprint: dict[str, Any] = {}  # of model, recipe and data, as far as they decide the weights
     recipe_sha256: str | None = None
     data_sha256: str | None = None  # the calibration token ids
     tool_version: str | None = None
@@ -56,6 +60,7 @@ class Stage(Section):
     name: str
     seconds: float | None = None
     peak_rss_bytes: int | None = None
+    method: dict[str, Any] = {}  # transform, range and rounding that the preset stands for
     layers: list[Layer] = []
     transforms: list[Transform] = []
 
@@ -139,11 +144,15 @@ class SpeedRow(Section):
     prompt_control_ci95: Interval | None = None
     prompt_resolved: bool | None = None
     rounds: int = 0
+    seconds: float | None = None  # that the measurement took, warming up included
+    load_before: float | None = None  # load average of the machine
+    load_after: float | None = None
 
 
 class Verified(Section):
     reload_bit_equal: bool | None = None
     engine_matches_reference: bool | None = None
+    largest_difference: float | None = None  # of logits, relative to the largest logit
     unquantized: list[str] = []
 
 
@@ -151,6 +160,7 @@ class Report(Section):
     """Everything report.json holds; report.html and the model card are drawn from this and nothing else."""
 
     provenance: Provenance
+    recipe: dict[str, Any] = {}  # with every default filled in
     stages: list[Stage] = []
     calibration: dict[str, Any] = {}
     size: Size | None = None

@@ -1,67 +1,53 @@
-"""What a measurement was taken on."""
+"""Where a measurement was made: hardware, versions, commit."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-import compress
-
-PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "compressed-tensors")
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "scipy")
 
 
-def versions() -> dict[str, str]:
-    """Of Python, this tool and the packages that can change a number."""
-    found = {"python": platform.python_version(), "compress-llm": compress.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def hardware(device: str = "cpu") -> dict[str, Any]:
-    """Processor, cores, threads that torch uses, memory, and the accelerator where one was used."""
-    found = {
-        "cpu": _cpu_name(),
-        "cores": psutil.cpu_count(logical=True),
+def hardware() -> dict[str, Any]:
+    """Processor, cores, torch's threads, memory in bytes, GPUs by name."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
-    if device != "cpu":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
 
 
-def commit() -> str | None:
-    """The commit of the source tree that runs, with `+changes` where files differ from it; None for a package."""
-    root = Path(compress.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        head = _git(root, "rev-parse", "--short=12", "HEAD")
-        return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
+def _processor() -> str:
+    """The model name that Linux gives, else the platform's."""
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that can change a figure."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def commit(directory: Path = Path(__file__).parent) -> str | None:
+    """The git commit of this source tree; None for an installed copy, or where git is missing."""
+    command = ["git", "-C", str(directory), "log", "-1", "--format=%H", "--", "."]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return told.stdout.strip() or None
