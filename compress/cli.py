@@ -173,10 +173,10 @@ def generate(
 
 
 def _print_plan(recipe: object) -> None:
-    from compress.forecast import render
+    from compress.forecast_table import print_forecast
     from compress.pipeline import plan as make_plan
 
-    _print(render(make_plan(recipe)))  # type: ignore[arg-type]
+    print_forecast(make_plan(recipe))  # type: ignore[arg-type]
 
 
 def _print(renderable: object) -> None:

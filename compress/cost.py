@@ -1,7 +1,7 @@
 """What a quantization walk will need of this machine: memory, scratch disk and FLOPs, from the config alone.
 
-Each figure follows what `blockwise` and `quant` hold at once; none depends on how many samples there are, except the
-scratch files and the time.
+Memory follows what `blockwise` and `quant` hold at once, and does not grow with the samples once their activation files
+pass RESIDENT_BYTES; scratch files and time do. Against measured runs: docs/log.md.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from compress.activations import RESIDENT_BYTES
 from compress.arch import BLOCK_LINEARS, TAPS, ModelSpec
 from compress.recipe import CalibrationSettings, QuantizeSettings, resolve_method
 from compress.roofline import attention_flops, block_weights
+from compress.stages import CHUNK_TOKENS
 
 FLOAT = 4  # the walk computes in float32
-LIBRARIES = 400 << 20  # resident after importing torch and reading the tokenizer; measured on Linux x86-64
-CHUNK_TOKENS = 4096  # tokens of one pass through a block; a longer sequence goes alone
+LIBRARIES = 400 << 20  # resident with torch and a tokenizer, before any weights
+# Copies of a Gram matrix alive at once: the sums, the mean made of them, and what each method makes of that.
+GRAM_COPIES, AWQ_COPIES, GPTQ_COPIES = 3, 6, 5
 SCALE_STEPS = 22  # AWQ's grid of exponents, and the held-out errors before and after
 RANGE_STEPS = {True: 41, False: 60}  # candidates of a range search, symmetric or not
 # A step of a search scales, rounds, clamps, subtracts and compares each weight: passes over memory, not products.
@@ -48,10 +51,10 @@ def walk_cost(
     tokens = calibration.samples * length if calibration else 0
     disk = {"finished blocks": finished_bytes}
     if tokens:
-        disk["hidden states"] = 2 * tokens * spec.hidden * FLOAT
-        if _rounds_in_sequence(settings):
-            width = spec.heads * spec.head_dim + spec.hidden + spec.intermediate
-            disk["inputs of o_proj and the MLP"] = tokens * width * FLOAT
+        block_input, block_output, *between = _file_widths(spec, settings)
+        disk["hidden states"] = tokens * (block_input + block_output) * FLOAT
+        if between:
+            disk["inputs of o_proj and the MLP"] = tokens * sum(between) * FLOAT
     return WalkCost(_memory(spec, settings, tokens, length), disk, _flops(spec, settings, tokens, length), tokens)
 
 
@@ -67,6 +70,7 @@ def tap_widths(spec: ModelSpec) -> list[int]:
 
 
 def _memory(spec: ModelSpec, settings: QuantizeSettings, tokens: int, length: int) -> dict[str, int]:
+    """Bytes at the peak of one block. Copies are counted as the code makes them: see `quant.quantize` and `gptq`."""
     block = sum(math.prod(shape) for shape in spec.block_tensors().values())
     widest_tap = max(sum(math.prod(spec.linear_shape(linear)) for linear in tap.linears) for tap in TAPS)
     parts = {
@@ -79,15 +83,25 @@ def _memory(spec: ModelSpec, settings: QuantizeSettings, tokens: int, length: in
     method = resolve_method(settings)
     squares = [width * width * FLOAT for width in tap_widths(spec)]
     if method.transform == "awq":
-        parts["Gram matrices, kept and held out"] = 2 * sum(squares)
-        parts["Gram matrix, scaled copies"] = 2 * max(squares)
+        parts["Gram matrices of all taps, kept and held out"] = 2 * sum(squares)
+        parts["scaled copies of the widest Gram matrix"] = AWQ_COPIES * max(squares)
     else:
-        parts["Gram matrix of one tap"] = max(squares)
+        parts["Gram matrix of one tap"] = GRAM_COPIES * max(squares)
     if method.rounding == "gptq":
-        parts["Cholesky factors of GPTQ"] = 3 * max(squares)
+        parts["Cholesky factors of GPTQ"] = GPTQ_COPIES * max(squares)
     chunk = max(min(CHUNK_TOKENS, tokens), length)
-    parts["activations of one chunk"] = chunk * (3 * spec.hidden + 3 * spec.intermediate) * FLOAT
+    parts["activations of one chunk"] = chunk * 3 * (spec.hidden + spec.intermediate) * FLOAT
+    files = [tokens * width * FLOAT for width in _file_widths(spec, settings)]
+    parts["activation files in memory"] = sum(min(size, RESIDENT_BYTES) for size in files)
     return parts
+
+
+def _file_widths(spec: ModelSpec, settings: QuantizeSettings) -> list[int]:
+    """Features of each activation file that is open at once: a block's input and output, and what lies between."""
+    widths = [spec.hidden, spec.hidden]
+    if _rounds_in_sequence(settings):
+        widths += [spec.heads * spec.head_dim, spec.hidden, spec.intermediate]
+    return widths
 
 
 def _flops(spec: ModelSpec, settings: QuantizeSettings, tokens: int, length: int) -> float:

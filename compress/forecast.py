@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from compress.arch import HEAD, ModelSpec
 from compress.cost import WalkCost, walk_cost
 from compress.errors import UserError
+from compress.kernels.packing import packed_words
 from compress.quant.scheme import Scheme
 from compress.recipe import QuantizeSettings, Recipe
 from compress.roofline import HARDWARE, Prediction, measure_flops, parameters, predict
-from compress.selection import PER_CHANNEL, check_groups, select_linears
+from compress.stages import chosen_schemes, scale_dtype
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 ACHIEVED = 0.7  # share of the probe's rate that the whole walk reaches
@@ -84,10 +85,10 @@ def forecast(spec: ModelSpec, recipe: Recipe, gflops: float | None = None) -> Fo
     Raises UserError for a group size that does not fit, an ignore pattern without a match, an unknown width.
     """
     where, settings = _quantize_stage(recipe)
-    schemes = plan_schemes(spec, settings, where)
+    schemes = chosen_schemes(spec, settings, where)
     element = DTYPE_BYTES.get(spec.dtype, 4)
-    scale_bytes = 4 if settings.scale_dtype == "float32" else 2
-    layers = [_layer(spec, name, schemes[name], element, scale_bytes) for name in spec.linears()]
+    scale_bytes = scale_dtype(settings, spec).itemsize
+    layers = [_layer(spec, name, schemes.get(name), element, scale_bytes) for name in spec.linears()]
     baseline = parameters(spec) * element
     return Forecast(
         model=recipe.model,
@@ -101,25 +102,15 @@ def forecast(spec: ModelSpec, recipe: Recipe, gflops: float | None = None) -> Fo
     )
 
 
-def plan_schemes(spec: ModelSpec, settings: QuantizeSettings, where: str) -> dict[str, Scheme | None]:
-    """The scheme of every linear by full name; None where it is kept. Raises UserError as `forecast` does."""
-    selected = select_linears(spec, settings.ignore, f"{where}.ignore")
-    check_groups(spec, selected, settings.bits, settings.group_size, where)
-    group_size = None if settings.group_size == PER_CHANNEL else settings.group_size
-    scheme = Scheme(settings.bits, group_size, settings.symmetric)
-    return {name: scheme if chosen else None for name, chosen in selected.items()}
-
-
 def packed_bytes(shape: tuple[int, int], scheme: Scheme, scale_bytes: int) -> int:
     """Bytes of one linear [out, in] in compressed-tensors' pack-quantized layout.
 
-    Codes lie in int32 words, 32 // bits to a word along a row; zero points likewise along a column. The shape is stored
-    as two int64.
+    Codes lie in int32 words along a row, zero points along a column; the shape is stored as two int64.
     """
     rows, columns = shape
-    per_word, groups = 32 // scheme.bits, scheme.groups(columns)
-    codes = rows * math.ceil(columns / per_word) * 4
-    zeros = 0 if scheme.symmetric else math.ceil(rows / per_word) * groups * 4
+    groups = scheme.groups(columns)
+    codes = rows * packed_words(columns, scheme.bits) * 4
+    zeros = 0 if scheme.symmetric else packed_words(rows, scheme.bits) * groups * 4
     return codes + rows * groups * scale_bytes + zeros + 16
 
 
@@ -146,10 +137,10 @@ def _compressed_bytes(spec: ModelSpec, layers: list[LayerForecast], element: int
     return sum(packed.values()) + sum(dense.values())
 
 
-def _speed(spec: ModelSpec, schemes: Mapping[str, Scheme | None], name: str) -> SpeedForecast:
+def _speed(spec: ModelSpec, schemes: Mapping[str, Scheme], name: str) -> SpeedForecast:
     hardware = HARDWARE[name]
 
-    def by_batch(chosen: Mapping[str, Scheme | None]) -> dict[int, Prediction]:
+    def by_batch(chosen: Mapping[str, Scheme]) -> dict[int, Prediction]:
         return {batch: predict(spec, chosen, hardware, batch, SPEED_CONTEXT) for batch in SPEED_BATCHES}
 
     return SpeedForecast(hardware.title, by_batch({}), by_batch(schemes))

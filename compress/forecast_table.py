@@ -79,7 +79,7 @@ def _totals(forecast: Forecast) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
-    grid.add_row("model", f"{forecast.model}, {forecast.parameters / 1e9:.3g} B parameters")
+    grid.add_row("model", f"{forecast.model}, {_count(forecast.parameters)} parameters")
     grid.add_row(
         "size",
         f"{size(forecast.baseline_bytes)} → {size(forecast.compressed_bytes)} ({ratio:.2f} times smaller, "
@@ -119,6 +119,10 @@ def _change(row: SpeedForecast, batch: int) -> str:
     if not before.fits:
         return f"does not fit → {after.tpot_ms:.2f} ms"
     return f"{before.tpot_ms:.2f} → {after.tpot_ms:.2f} ms, ×{row.ratio(batch):.2f}"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
 def size(amount: float) -> str:

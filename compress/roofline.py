@@ -19,9 +19,8 @@ from compress.errors import UserError, nearest
 if TYPE_CHECKING:
     from compress.quant.scheme import Scheme
 
-DENSE_BITS = (
-    16  # embedding, norms, biases, every linear that is kept, and the KV cache, unless the caller says otherwise
-)
+Schemes = Mapping[str, "Scheme | None"]  # by a linear's full name; absent or None: dense
+DENSE_BITS = 16  # of embedding, norms, biases, kept linears and KV cache, unless the caller says otherwise
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def uniform(spec: ModelSpec, scheme: Scheme | None) -> dict[str, Scheme | None]:
     return {name: None if name == HEAD else scheme for name in spec.linears()}
 
 
-def weight_bytes_per_step(spec: ModelSpec, schemes: Mapping[str, Scheme | None], dense_bits: int = DENSE_BITS) -> float:
+def weight_bytes_per_step(spec: ModelSpec, schemes: Schemes, dense_bits: int = DENSE_BITS) -> float:
     """Weight bytes read by a decode step: everything but the embedding, of which one row per sequence is read.
 
     A tied head is read whole, so it counts although it is not stored.
@@ -91,7 +90,7 @@ def weight_bytes_per_step(spec: ModelSpec, schemes: Mapping[str, Scheme | None],
     return bits / 8
 
 
-def stored_weight_bytes(spec: ModelSpec, schemes: Mapping[str, Scheme | None], dense_bits: int = DENSE_BITS) -> float:
+def stored_weight_bytes(spec: ModelSpec, schemes: Schemes, dense_bits: int = DENSE_BITS) -> float:
     """Weight bytes that stay in memory: what a step reads, and the embedding unless the head is the same tensor."""
     embedding = 0 if spec.tied else spec.vocab * spec.hidden
     return weight_bytes_per_step(spec, schemes, dense_bits) + embedding * dense_bits / 8
@@ -114,14 +113,14 @@ class Prediction:
 
 def predict(
     spec: ModelSpec,
-    schemes: Mapping[str, Scheme | None],
+    schemes: Schemes,
     hardware: Hardware,
     batch: int,
     context: int,
     dense_bits: int = DENSE_BITS,
     kv_bits: int = DENSE_BITS,
 ) -> Prediction:
-    """The roofline of decode and prefill; linears absent from `schemes`, or None there, are `dense_bits` wide."""
+    """The roofline of decode and prefill; linears that `schemes` leaves out are `dense_bits` wide."""
     weights = weight_bytes_per_step(spec, schemes, dense_bits)
     cached = sum(min(context, window or context) for window in spec.windows)
     kv = batch * cached * kv_bytes_per_token(spec, kv_bits) / spec.layers
