@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import asdict, dataclass
@@ -75,14 +76,14 @@ class Inspection:
         """Size of the same model with 16 bits for every weight."""
         return 2 * self.total().parameters
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, with the derived figures spelled out."""
+    def to_json(self) -> str:
+        """JSON text, with the derived figures spelled out."""
 
         def figures(item: StoredModule | Total) -> dict[str, Any]:
             return asdict(item) | {"parameters": item.parameters, "bits_per_weight": round(item.bits_per_weight, 4)}
 
         total = self.total()
-        return {
+        content = {
             "path": self.path,
             "model_type": self.model_type,
             "quantization_method": self.method,
@@ -96,6 +97,7 @@ class Inspection:
             "bytes_16_bit": self.dense_bytes,
             "bits_per_weight": round(total.bits_per_weight, 4),
         }
+        return json.dumps(content, indent=2)
 
 
 def inspect_checkpoint(path: Path) -> Inspection:
@@ -106,7 +108,7 @@ def inspect_checkpoint(path: Path) -> Inspection:
     for name in checkpoint.names:
         owner, _, leaf = name.rpartition(".")
         if leaf in ("weight", "weight_packed"):
-            modules.append(_linear_or_dense(checkpoint, owner, seen))
+            modules.append(_module(checkpoint, owner, seen))
     modules += [_dense(checkpoint, name, "other") for name in checkpoint.names if name not in seen]
     return Inspection(
         path=str(path),
@@ -117,14 +119,15 @@ def inspect_checkpoint(path: Path) -> Inspection:
     )
 
 
-def _linear_or_dense(checkpoint: Checkpoint, owner: str, seen: set[str]) -> StoredModule:
+def _module(checkpoint: Checkpoint, owner: str, seen: set[str]) -> StoredModule:
+    name = f"{owner}.weight"
+    if name in checkpoint and (len(checkpoint.shape(name)) != 2 or "embed" in owner.rpartition(".")[2]):
+        seen.add(name)
+        return _dense(checkpoint, name, "embeddings" if "embed" in owner else "other")
     scheme = stored_scheme(checkpoint, owner)
     if scheme is None:
-        name = f"{owner}.weight"
         seen.add(name)
-        two_dimensional = len(checkpoint.shape(name)) == 2
-        embedding = two_dimensional and "embed" in owner.rpartition(".")[2]
-        return _dense(checkpoint, name, "embeddings" if embedding else "dense linears" if two_dimensional else "other")
+        return _dense(checkpoint, name, "dense linears")
     names = tensor_names(owner, scheme)
     seen.update(names)
     rows, columns = checkpoint.read(f"{owner}.weight_shape").tolist()

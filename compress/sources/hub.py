@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from compress.checkpoint import read_config
 from compress.errors import UserError
 
 _FORM = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:@([\w.\-/]+))?")
@@ -37,29 +37,27 @@ def download(repository: str, revision: str | None) -> Path:
 
     Raises UserError for a missing or gated repository, an unknown revision, or no network.
     """
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        _explained(
-            repository,
-            revision,
-            lambda: snapshot_download(
-                repository, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
-            ),
-        )
-    )
+    return _snapshot(repository, revision, WANTED)
 
 
 def download_config(repository: str, revision: str | None) -> dict[str, Any]:
     """Only config.json. Raises UserError as `download` does."""
-    from huggingface_hub import hf_hub_download
+    return read_config(_snapshot(repository, revision, ("config.json",)))
 
-    path = _explained(repository, revision, lambda: hf_hub_download(repository, "config.json", revision=revision))
-    return json.loads(Path(path).read_bytes())
+
+def _snapshot(repository: str, revision: str | None, wanted: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    def fetch() -> str:
+        # Also for a single file: hf_hub_download retries for 20 seconds before it says that there is no network.
+        return snapshot_download(
+            repository, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
+        )
+
+    return Path(_explained(repository, revision, fetch))
 
 
 def _explained(repository: str, revision: str | None, action: Callable[[], str]) -> str:
-    import httpx
     from huggingface_hub import errors
 
     page = f"huggingface.co/{repository}"
@@ -73,11 +71,9 @@ def _explained(repository: str, revision: str | None, action: Callable[[], str])
         why = "not found on the hub, or private; check the spelling, or set HF_TOKEN to a token that may read it"
     except errors.LocalEntryNotFoundError:
         why = "not in the local hub cache, and the hub cannot be reached; connect, or give a local directory"
-    except errors.EntryNotFoundError:
-        why = f"has no config.json, so is not a transformers model; see {page}/tree/main"
     except errors.HfHubHTTPError as error:
         why = _status(error.response.status_code, page)
-    except (errors.OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+    except (errors.OfflineModeIsEnabled, OSError) as error:
         why = f"the hub cannot be reached ({type(error).__name__}); connect, or give a local directory"
     raise UserError(f"{repository}: {why}")
 
