@@ -65,9 +65,9 @@ class EvaluationText:
 
 
 def same_source(one: str, other: str) -> bool:
-    """Whether two names mean the same file and field, or the same dataset."""
-    (a, field_a), (b, field_b) = split_field(one), split_field(other)
-    return field_a == field_b and (a == b or (Path(a).exists() and Path(b).exists() and Path(a).samefile(b)))
+    """Whether two names mean the same file or dataset. Fields do not tell them apart: one may name the default."""
+    a, b = split_field(one)[0], split_field(other)[0]
+    return a == b or (Path(a).exists() and Path(b).exists() and Path(a).samefile(b))
 
 
 def evaluation_source(

@@ -52,8 +52,7 @@ class TextSource:
 
     def facts(self) -> dict[str, Any]:
         """Everything but the documents, for a report."""
-        kept = ("name", "description", "sha256", "skipped")
-        return {name: getattr(self, name) for name in kept}
+        return {name: getattr(self, name) for name in ("name", "description", "sha256", "skipped")}
 
 
 def read_texts(source: str, field: str | None = None, cache: Path | None = None) -> TextSource:
@@ -129,15 +128,14 @@ def _document(where: str, row: Any, field: str | None) -> Document | None:
         return "\n".join(value) if any(item.strip() for item in value) else None
     if isinstance(value, list) and all(_is_message(item) for item in value):
         return value
-    raise UserError(
-        f"{where}: {field or 'the field'} is neither a text, a list of texts, nor a chat [{{role, content}}, ...]"
-    )
+    found = field or "the field"
+    raise UserError(f"{where}: {found} is neither a text, a list of texts, nor a chat [{{role, content}}, ...]")
 
 
 def _value(where: str, row: Any, field: str | None) -> Any:
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected an object with {' or '.join(FIELDS)}, found {type(row).__name__}")
-    for name in (field,) if field else FIELDS:
+    for name in [field] if field else FIELDS:
         if name in row:
             return row[name]
     wanted = f"no field {field!r}{nearest(field, row)}" if field else f"neither {' nor '.join(FIELDS)}"
@@ -226,9 +224,8 @@ def _read_hub(source: str, parts: list[str], field: str | None, cache: Path | No
         table: Any = load_dataset(name, config, split=split, cache_dir=str(cache / "datasets") if cache else None)
     except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(
-            f"data {source!r}: no such dataset, config or split on the hub, or no network and not cached ({reason})"
-        ) from error
+        missing = "no such dataset, config or split on the hub, or no network and not cached"
+        raise UserError(f"data {source!r}: {missing} ({reason})") from error
     column = _column(source, table.column_names, field)
     digest = hashlib.sha256()
 

@@ -11,6 +11,7 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from compress import calibration
 from compress.calibration import (
     Calibration,
     calibrate_texts,
@@ -21,7 +22,7 @@ from compress.calibration import (
     split_source,
     wants_bos,
 )
-from compress.encoding import load_tokenizer
+from compress.encoding import encode_plain, load_tokenizer
 from compress.errors import UserError
 from compress.passages import passages, windows
 from compress.texts import TextSource, read_texts
@@ -290,6 +291,7 @@ def test_the_same_source_is_held_apart(tmp_path: Path, count: int) -> None:
     whole = "".join(map(str, read_texts(data).documents))
     parts = [split_source(read_texts(data), part).documents for part in ("calibration", "evaluation")]
     assert sum(len(text) for part in parts for text in part) == len(whole)
+    assert evaluation_source(f"{data}#text", [data]).documents == source.documents
     assert "held apart" not in evaluation_source(data, ["other:train"]).description
 
 
@@ -302,3 +304,17 @@ def test_a_book_is_drawn_from_all_over(tmp_path: Path) -> None:
     decoded = _load(tokenizer).decode(got.ids_T)
     tenths = {int(word[1:]) // 4000 for word in decoded.split() if len(word) == 7 and word[1:].isdigit()}
     assert len(tenths) >= 4
+
+
+def test_only_what_is_needed_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _texts(tmp_path / "d.jsonl", [50] * 5000)
+    seen = []
+
+    def counted(tokenizer: object, prompts: list[str]) -> list[list[int]]:
+        seen.append(len(prompts))
+        return encode_plain(tokenizer, prompts)
+
+    monkeypatch.setattr(calibration, "encode_plain", counted)
+    got = calibrate_texts([data], 8, 64, 0, None, _tokenizer(tmp_path / "t"))
+    assert (got.facts.samples, got.facts.documents_read) == (8, 5000)
+    assert sum(seen) <= calibration.BATCH
