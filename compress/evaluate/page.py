@@ -40,6 +40,7 @@ def environment(autoescape: bool) -> Environment:
         "yaml": lambda value: yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=90).strip(),
         "plain": plain_text,
         "heading": lambda key: str(key).replace("_", " "),
+        "flattened": flattened,
         "merged": lambda first, second: {**first, **second},
     }
     return made
@@ -140,7 +141,8 @@ def _improvement(transforms: Iterable[Transform]) -> float | None:
 
 def _stage_facts(stage: Stage) -> dict[str, Any]:
     """What a stage recorded beside the contract's keys, as far as it is short."""
-    return {key: value for key, value in (stage.model_extra or {}).items() if len(json.dumps(value, default=str)) < 300}
+    facts = {**stage.method, **(stage.model_extra or {})}
+    return flattened({key: value for key, value in facts.items() if len(json.dumps(value, default=str)) < 300})
 
 
 def size_text(count: float) -> str:
@@ -159,8 +161,9 @@ def number(value: float | None, digits: int = 3) -> str:
         return "not finite"
     if value and (abs(value) < 1e-4 or abs(value) >= 1e6):
         return f"{value:.{digits - 1}e}"
-    text = f"{value:.{digits}g}"
-    return f"{float(text):,.0f}" if "e" in text else text
+    if abs(value) >= 10**digits:
+        return f"{float(f'{value:.{digits}g}'):,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".")
 
 
 def duration(seconds: float | None) -> str:
@@ -171,6 +174,22 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def flattened(facts: dict[str, Any]) -> dict[str, Any]:
+    """Mappings inside a mapping spelled out as `outer inner`, a list of mappings as `outer 1 inner`."""
+    told: dict[str, Any] = {}
+    for key, value in facts.items():
+        if isinstance(value, dict) and value:
+            told |= {f"{key} {inner}": item for inner, item in flattened(value).items()}
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for place, item in enumerate(value, start=1):
+                told |= flattened({f"{key} {place}" if len(value) > 1 else key: item})
+        elif key.endswith("_bytes") and isinstance(value, int):
+            told[key.removesuffix("_bytes")] = size_text(value)
+        else:
+            told[key] = value
+    return told
 
 
 def plain_text(value: Any) -> str:

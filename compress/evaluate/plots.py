@@ -85,7 +85,7 @@ def inline(svg: str, name: str, label: str) -> str:
 
 def size_bars(size: Size) -> str:
     """Bytes of both checkpoints by what they hold; where no parts are known, as one bar each."""
-    names = [name for name in PARTS if name in size.parts]
+    names = [name for name in PARTS if (part := size.parts.get(name)) and part.baseline_bytes + part.compressed_bytes]
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
@@ -96,7 +96,7 @@ def size_bars(size: Size) -> str:
                 first = row == 0 and bool(names)
                 axes.barh(row, value, left=left, color=PARTS[name], height=0.6, label=name if first else None)
                 left += value
-            axes.text(left, row, f"  {left:,.1f} MB", va="center")
+            axes.annotate(f"{left:,.1f} MB", (left, row), (6, 0), textcoords="offset points", va="center")
         axes.set_yticks([0, 1], ["baseline", "compressed"])
         axes.invert_yaxis()
         axes.set_xlabel("MB (10⁶ bytes) of tensors stored")
@@ -114,6 +114,8 @@ def kl_survival(kl: Divergence) -> str:
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
         points = [(x, share) for x, share in kl.survival if share > 0]
+        flat = sum(share > 0.99 for _, share in points)  # the left end, where nothing happens
+        points = points[min(max(flat - 1, 0), len(points) - 2) :]
         axes.loglog(*zip(*points, strict=True), color=COMPRESSED, linewidth=2)
         for value, name in ((kl.median, "median"), (kl.mean, "mean"), (kl.p99, "99 %")):
             share = float(np.interp(np.log(max(value, 1e-6)), np.log([p[0] for p in points]), [p[1] for p in points]))
@@ -138,14 +140,7 @@ def window_pairs(windows: list[WindowResult]) -> str:
         axes.axhline(0, color=MUTED, linewidth=1)
         axes.axhline(mean, color=COMPRESSED, linewidth=1.2, linestyle="--")
         axes.plot(baseline, change, "o", color=COMPRESSED, markersize=4.5, alpha=0.75)
-        axes.annotate(
-            f"mean {mean:+.3g}",
-            (1, mean),
-            (-2, 4),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-        )
+        axes.set_title(f"dashed: mean of all tokens, {mean:+.3g}", loc="right")
         axes.set_xlabel("baseline nll of the window, nats per token")
         axes.set_ylabel("change of nll")
 
@@ -155,7 +150,7 @@ def window_pairs(windows: list[WindowResult]) -> str:
 def layer_errors(layers: Iterable[Layer]) -> str:
     """Relative output error by block, one panel for each kind of linear: the method's and round-to-nearest's."""
     kinds = by_kind(layers)
-    columns = min(4, max(len(kinds), 1))
+    columns = min(4, len(kinds))
     rows = -(-len(kinds) // columns)
     values = [v for panel in kinds.values() for _, *pair in panel for v in pair if v is not None and v > 0]
 
@@ -163,10 +158,12 @@ def layer_errors(layers: Iterable[Layer]) -> str:
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for axes, (kind, panel) in zip(grid.flat, kinds.items(), strict=False):
             _panel(axes, kind, panel, bool(values))
-        for axes in list(grid.flat)[len(kinds) :]:
-            axes.set_axis_off()
-        for axes in grid[-1]:
-            axes.set_xlabel("block")
+        for place, axes in enumerate(grid.flat):
+            if place >= len(kinds):
+                axes.set_axis_off()
+            elif place + columns >= len(kinds):
+                axes.tick_params(labelbottom=True)
+                axes.set_xlabel("block")
         handles, labels = grid[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=2)
         figure.supylabel("relative output error", fontsize=10.5)

@@ -8,6 +8,8 @@ from compress.evaluate.contract import Accuracy, Interval, Report, Size, SpeedRo
 
 NEAR = 1.01  # a perplexity ratio below this is called small
 
+SURPRISE = 1.05  # a speed-up beyond its prediction by this factor asks for an explanation
+
 Level = Literal["good", "fair", "bad", "open"]
 
 
@@ -67,10 +69,10 @@ def speed_verdict(row: SpeedRow) -> Verdict:
     """Decoding speed of one workload, or that the machine's own noise hides it."""
     told = f"{row.ratio:.2f} times the baseline's decoding speed (95 % interval {span(row.ci95, '{:.2f}')})"
     if not row.resolved:
-        return Verdict(
-            "open", "not resolved", f"Batch {row.batch}: not resolved; {told} lies within this machine's noise."
-        )
+        return Verdict("open", "not resolved", f"Batch {row.batch}: {told} cannot be told from this machine's noise.")
     level, label = ("good", "faster") if row.ratio > 1 else ("bad", "slower")
+    if row.predicted_ratio is not None and row.ratio > SURPRISE * row.predicted_ratio:
+        told += f", more than the bytes read explain ({row.predicted_ratio:.2f}): the arms may do different work"
     return Verdict(level, label, f"Batch {row.batch}: {told}.")
 
 
