@@ -1,0 +1,125 @@
+"""GPTQ: rounding that pays for each column's error with the columns still to come.
+
+Shapes: O out features, I in features, G groups, B columns of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from compress.quant.rtn import round_to_nearest
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+_DAMPENING_STEP = 10.0  # from 0.01 this is 0.01, 0.1, 1
+_DAMPENING_LIMIT = 1.0
+
+
+@dataclass(frozen=True)
+class GptqReport:
+    """`dampening` is the fraction of mean(diag H) that worked; None with `fallback`, where the result is plain RTN."""
+
+    dampening: float | None
+    fallback: bool
+    dead_columns: int  # never nonzero in calibration: they keep their rounded values
+
+
+def row_errors(delta_OI: torch.Tensor, gram_II: torch.Tensor) -> torch.Tensor:
+    """Each row's mean squared output error [O] under a weight change: the diagonal of Δ H Δᵀ, H = E[xᵀx]."""
+    return ((delta_OI @ gram_II) * delta_OI).sum(1).clamp_(min=0)
+
+
+def output_error(delta_OI: torch.Tensor, gram_II: torch.Tensor) -> float:
+    """tr(Δ H Δᵀ): the mean over tokens of the squared change of the output, summed over output features."""
+    return float(row_errors(delta_OI, gram_II).double().sum())
+
+
+def gptq(
+    weight_OI: torch.Tensor,
+    gram_II: torch.Tensor,
+    scheme: Scheme,
+    scale_OG: torch.Tensor,
+    zero_point_OG: torch.Tensor | None,
+    *,
+    dampening: float = 0.01,
+    block_size: int = 128,
+    act_order: bool = True,
+) -> tuple[QuantizedWeight, GptqReport]:
+    """Round `weight_OI` so that its output, not its weights, changes least (arXiv 2210.17323).
+
+    In turn each column is rounded, and e = (w_i − q_i) / U_ii is spread over the columns to come, w −= e·U_i, with
+    H⁻¹ = UᵀU. With `act_order` the columns of largest E[x²] come first, while there is most room to pay; groups stay on
+    the original columns ("static groups"), so that the stored layout does not change.
+
+    gram_II is E[xᵀx] [I, I]. Rows are independent: linears that share an input may be stacked. Where the Gram matrix is
+    not finite, is zero, or cannot be factored at any dampening, the result is RTN and the report says so.
+    """
+    weight_OI, gram_II = weight_OI.float(), gram_II.float()
+    rounded = round_to_nearest(weight_OI, scheme, scale_OG, zero_point_OG)
+    dead_I = gram_II.diagonal() <= 0
+    dead_columns = int(dead_I.sum())
+    order_I = (
+        torch.argsort(gram_II.diagonal(), descending=True, stable=True) if act_order else torch.arange(len(dead_I))
+    )
+    factor = _inverse_factor(gram_II[order_I][:, order_I], dampening) if torch.isfinite(gram_II).all() else None
+    if factor is None:
+        return rounded, GptqReport(None, True, dead_columns)
+    upper_II, used = factor
+    codes_OI = _round_in_order(weight_OI, upper_II, order_I, rounded, block_size)
+    codes_OI[:, dead_I] = rounded.codes_OI[:, dead_I]
+    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_point_OG), GptqReport(used, False, dead_columns)
+
+
+def _inverse_factor(gram_II: torch.Tensor, dampening: float) -> tuple[torch.Tensor, float] | None:
+    """Upper U with H⁻¹ = UᵀU for H = gram + d·mean(diag)·1, and the d that was needed; None if none will do.
+
+    With J the reversal, JHJ = LLᵀ gives U = (JLJ)⁻¹: one Cholesky and one triangular inverse, and H⁻¹ is never formed.
+    """
+    mean = float(gram_II.diagonal().mean())
+    if mean <= 0:
+        return None
+    while dampening <= _DAMPENING_LIMIT:
+        for dtype in (torch.float32, torch.float64):
+            flipped_II = gram_II.to(dtype).flip(0, 1)
+            flipped_II.diagonal().add_(dampening * mean)
+            lower_II, failed = torch.linalg.cholesky_ex(flipped_II)
+            if failed:
+                continue
+            identity_II = torch.eye(len(gram_II), dtype=dtype, device=gram_II.device)
+            inverse_II = torch.linalg.solve_triangular(lower_II, identity_II, upper=False)
+            upper_II = inverse_II.flip(0, 1).float().contiguous()
+            if torch.isfinite(upper_II).all() and (upper_II.diagonal() > 0).all():
+                return upper_II, dampening
+        dampening = max(dampening, 1e-3) * _DAMPENING_STEP
+    return None
+
+
+def _round_in_order(
+    weight_OI: torch.Tensor, upper_II: torch.Tensor, order_I: torch.Tensor, rounded: QuantizedWeight, block_size: int
+) -> torch.Tensor:
+    """GPTQ's column loop; returns codes [O, I] in the original order of columns."""
+    scheme = rounded.scheme
+    width = weight_OI.shape[1] // rounded.scale_OG.shape[1]
+    # Columns as rows: each step then reads and writes contiguous memory.
+    remaining_IO = weight_OI.T[order_I].contiguous()
+    scale_GO = rounded.scale_OG.float().T.contiguous()
+    zero_GO = torch.zeros_like(scale_GO) if rounded.zero_point_OG is None else rounded.zero_point_OG.float().T
+    codes_IO = torch.empty_like(remaining_IO)
+    groups = (order_I // width).tolist()
+    diagonal = upper_II.diagonal().tolist()
+    for start in range(0, len(groups), block_size):
+        stop = min(start + block_size, len(groups))
+        block_BO = remaining_IO[start:stop]
+        error_BO = torch.empty_like(block_BO)
+        for row, column in enumerate(range(start, stop)):
+            scale_O, zero_O = scale_GO[groups[column]], zero_GO[groups[column]]
+            codes_O = (block_BO[row] / scale_O).round_().add_(zero_O).clamp_(scheme.qmin, scheme.qmax)
+            codes_IO[column] = codes_O
+            error_O = (codes_O - zero_O).mul_(scale_O).sub_(block_BO[row]).div_(-diagonal[column])
+            error_BO[row] = error_O
+            block_BO[row + 1 :].addr_(upper_II[column, column + 1 : stop], error_O, alpha=-1)
+        remaining_IO[stop:].addmm_(upper_II[start:stop, stop:].T, error_BO, alpha=-1)
+    codes_OI = torch.empty(weight_OI.shape, dtype=torch.int8, device=weight_OI.device)
+    codes_OI[:, order_I] = codes_IO.T.to(torch.int8)
+    return codes_OI
