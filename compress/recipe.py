@@ -138,10 +138,6 @@ def parse_recipe(content: dict[str, Any], where: str) -> Recipe:
     content = dict(content)
     content["stages"] = [_parse_stage(item, i, where) for i, item in enumerate(_stage_list(content, where))]
     recipe = _validate(Recipe, content, where, "")
-    if len(set(recipe.evaluate.sources if recipe.evaluate else [])) != len(
-        recipe.evaluate.sources if recipe.evaluate else []
-    ):
-        raise UserError(f"{where}: evaluate.text names a source twice")
     for i, stage in enumerate(recipe.stages):
         if recipe.calibration is None and needs_data(stage.settings):
             raise UserError(

@@ -71,11 +71,11 @@ class Llama:
         attend: Attend,
     ) -> torch.Tensor:
         heads, kv_heads = self.spec.heads, self.spec.kv_heads
-        qkv_THD = block.qkv(x_TC).unflatten(-1, (heads + 2 * kv_heads, self.spec.head_dim))
-        qk_THD, v_TKD = qkv_THD.split((heads + kv_heads, kv_heads), dim=1)
+        qkv_THD = block.qkv(x_TC).view(-1, heads + 2 * kv_heads, self.spec.head_dim)
+        qk_THD, v_TKD = torch.split_with_sizes(qkv_THD, (heads + kv_heads, kv_heads), 1)
         if block.qk_norm_HD is not None:
             qk_THD = rms_norm(qk_THD, block.qk_norm_HD, self.spec.norm_eps)
-        q_THD, k_TKD = rotate(qk_THD, cos_TF, sin_TF).split((heads, kv_heads), dim=1)
+        q_THD, k_TKD = torch.split_with_sizes(rotate(qk_THD, cos_TF, sin_TF), (heads, kv_heads), 1)
         return block.output(attend(layer, q_THD, k_TKD, v_TKD).flatten(1))
 
     def final_norm(self, hidden_TC: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Llama:
 
 def load_llama(checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Llama:
     """Read a checkpoint block by block; what is read is dropped as soon as its prepared form exists."""
-    embedding_VC = dense(_weight(checkpoint, EMBEDDING), device, dtype)
+    embedding_VC = checkpoint.read(f"{EMBEDDING}.weight").to(device=device, dtype=dtype)
     head_weight = embedding_VC if spec.tied else _weight(checkpoint, HEAD)
     return Llama(
         spec=spec,
