@@ -8,6 +8,7 @@ from compress.evaluate.contract import Accuracy, Interval, Report, Size, SpeedRo
 
 NEAR = 1.01  # a perplexity ratio below this is called small
 
+FAR = 0.05  # a mean KL in nats above this is a loss whatever perplexity says: good 4-bit models stay below
 SURPRISE = 1.05  # a speed-up beyond its prediction by this factor asks for an explanation
 
 Level = Literal["good", "fair", "bad", "open"]
@@ -46,6 +47,12 @@ def accuracy_verdict(accuracy: Accuracy) -> Verdict:
         )
     told = f"{percent(ratio)} ({change_span(interval)})"
     if interval[0] <= 1 <= interval[1]:
+        if accuracy.kl.ci95 is not None and accuracy.kl.ci95[0] > FAR:
+            text = (
+                f"Perplexity {told} shows no difference, but the predictions do: mean KL {accuracy.kl.mean:.3g} nats, "
+            )
+            text += f"{100 * accuracy.top1_agreement:.1f} % of tokens with the same first choice."
+            return Verdict("fair", "predictions differ", text)
         exact = accuracy.kl.max == 0
         rest = "the predictions are identical." if exact else f"mean KL is {accuracy.kl.mean:.3g} nats all the same."
         return Verdict("good" if exact else "open", "no difference detected", f"Perplexity {told}; {rest}")

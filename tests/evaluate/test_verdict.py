@@ -47,6 +47,15 @@ def test_inconclusive_perplexity_still_tells_the_divergence():
     assert "identical" in identical.text
 
 
+def test_perplexity_cannot_hide_a_divergence():
+    """Row 34: a ratio inside its interval beside a large KL is a loss, not `no difference`."""
+    far = accuracy(1.0, (0.99, 1.01), kl=0.4)
+    far.kl.ci95 = (0.35, 0.45)
+    assert accuracy_verdict(far).label == "predictions differ"
+    far.kl.ci95 = (0.01, 0.8)
+    assert accuracy_verdict(far).label == "no difference detected"
+
+
 def test_missing_numbers_outweigh_a_good_ratio():
     verdict = accuracy_verdict(accuracy(0.9, (0.8, 0.95), non_finite=3))
     assert verdict.level == "bad"
