@@ -41,22 +41,23 @@ class Span:
     pages: slice | torch.Tensor  # consecutive pages of one request, or [N·pages per request]
     keys: int  # S: the keys of each request that are read
     causal: bool  # the new tokens are the whole sequence, so the mask is the triangle
-    mask_NLS: torch.Tensor | None  # True where visible; None where all is
+    folded: bool  # the G query heads of a KV head are rows of one product: R = L·G, else R = L
+    mask_N1RS: torch.Tensor | None  # 0 where visible, else -inf; None where all is
 
 
 class PagedAttention:
     """Attention of one step, planned on the host once and run in every layer. The reference of the paged kernel."""
 
-    def __init__(self, queries: PagedQueries, device: torch.device) -> None:
+    def __init__(self, queries: PagedQueries) -> None:
         self._queries = queries
-        self._device = device
         self._plans: dict[int | None, list[Span]] = {}
 
     def __call__(
         self, q_THD: torch.Tensor, keys_PSKD: torch.Tensor, values_PSKD: torch.Tensor, window: int | None
     ) -> torch.Tensor:
         if window not in self._plans:
-            self._plans[window] = plan_spans(self._queries, window, self._device)
+            group = q_THD.shape[1] // keys_PSKD.shape[2]
+            self._plans[window] = plan_spans(self._queries, window, group, q_THD.dtype, q_THD.device)
         parts = [
             _attend_span(q_THD[span.tokens], _gather(keys_PSKD, span), _gather(values_PSKD, span), span)
             for span in self._plans[window]
@@ -64,7 +65,9 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def plan_spans(queries: PagedQueries, window: int | None, device: torch.device) -> list[Span]:
+def plan_spans(
+    queries: PagedQueries, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> list[Span]:
     """Split the batch into spans, and find the pages and the mask of each.
 
     A span ends where the number of new tokens changes, or where padding its shortest request to its longest would
@@ -74,7 +77,7 @@ def plan_spans(queries: PagedQueries, window: int | None, device: torch.device) 
     for last in range(1, len(queries.lengths) + 1):
         if last < len(queries.lengths) and _alike(queries, first, last):
             continue
-        spans.append(_plan_span(queries, first, last, token, window, device))
+        spans.append(_plan_span(queries, first, last, token, window, group, dtype, device))
         token += queries.lengths[first] * (last - first)
         first = last
     return spans
@@ -87,7 +90,14 @@ def _alike(queries: PagedQueries, first: int, other: int) -> bool:
 
 
 def _plan_span(
-    queries: PagedQueries, first: int, last: int, token: int, window: int | None, device: torch.device
+    queries: PagedQueries,
+    first: int,
+    last: int,
+    token: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Span:
     size, length, count = queries.page_size, queries.lengths[first], last - first
     contexts = queries.contexts[first:last]
@@ -95,8 +105,16 @@ def _plan_span(
     skipped = [max(0, context - length - window + 1) // size if window else 0 for context in contexts]
     used = [-(-context // size) for context in contexts]
     tables = [table[skip:stop] for table, skip, stop in zip(queries.tables[first:last], skipped, used, strict=True)]
-    keys = max(context - skip * size for context, skip in zip(contexts, skipped, strict=True))
+    first_keys = [skip * size for skip in skipped]
+    keys = max(context - first_key for context, first_key in zip(contexts, first_keys, strict=True))
     causal = length > 1 and all(context == length for context in contexts) and (window is None or window >= length)
+    folded = length <= FOLDED_ROWS and not causal
+    mask = None
+    if not causal and not _sees_all(contexts, first_keys, length, keys, window):
+        visible_NLS = _visible(contexts, first_keys, length, keys, window, device)
+        # additive, once for all layers: a boolean mask would be turned into this one in each
+        mask = torch.zeros(visible_NLS.shape, dtype=dtype, device=device).masked_fill_(~visible_NLS, -torch.inf)
+        mask = mask.repeat_interleave(group if folded else 1, dim=1)[:, None]
     return Span(
         tokens=slice(token, token + length * count),
         requests=count,
@@ -104,7 +122,8 @@ def _plan_span(
         pages=_page_index(tables, device),
         keys=keys,
         causal=causal,
-        mask_NLS=None if causal else _visible(contexts, skipped, length, keys, size, window, device),
+        folded=folded,
+        mask_N1RS=mask,
     )
 
 
@@ -118,22 +137,22 @@ def _page_index(tables: Sequence[Sequence[int]], device: torch.device) -> slice 
     return torch.tensor(flat, device=device)
 
 
+def _sees_all(contexts: Sequence[int], first_keys: Sequence[int], length: int, keys: int, window: int | None) -> bool:
+    equal = all(context - first == keys for context, first in zip(contexts, first_keys, strict=True))
+    return length == 1 and equal and (window is None or keys <= window)
+
+
 def _visible(
     contexts: Sequence[int],
-    skipped: Sequence[int],
+    first_keys: Sequence[int],
     length: int,
     keys: int,
-    size: int,
     window: int | None,
     device: torch.device,
-) -> torch.Tensor | None:
-    whole = [context - skip * size == keys for context, skip in zip(contexts, skipped, strict=True)]
-    if length == 1 and all(whole) and (window is None or keys <= window):
-        return None
-    first_key_N = torch.tensor(skipped, device=device) * size
-    key_NS = first_key_N[:, None] + torch.arange(keys, device=device)
-    first_query_N = torch.tensor(contexts, device=device) - length
-    query_NL = first_query_N[:, None] + torch.arange(length, device=device)
+) -> torch.Tensor:
+    """Which of the S keys from first_keys on each of the L last tokens of each request sees, [N, L, S]."""
+    key_NS = torch.tensor(first_keys, device=device)[:, None] + torch.arange(keys, device=device)
+    query_NL = torch.tensor(contexts, device=device)[:, None] - length + torch.arange(length, device=device)
     visible_NLS = key_NS[:, None, :] <= query_NL[:, :, None]
     if window is not None:
         visible_NLS &= key_NS[:, None, :] > query_NL[:, :, None] - window
@@ -151,18 +170,15 @@ def _attend_span(q_THD: torch.Tensor, k_NKSD: torch.Tensor, v_NKSD: torch.Tensor
     heads, head_dim = q_THD.shape[1:]
     kv_heads = k_NKSD.shape[1]
     q_NLHD = q_THD.view(span.requests, span.length, heads, head_dim)
-    mask = span.mask_NLS[:, None] if span.mask_NLS is not None else None
-    if span.length > FOLDED_ROWS or span.causal:
+    if not span.folded:
         out_NHLD = F.scaled_dot_product_attention(
-            q_NLHD.transpose(1, 2), k_NKSD, v_NKSD, attn_mask=mask, is_causal=span.causal, enable_gqa=True
+            q_NLHD.transpose(1, 2), k_NKSD, v_NKSD, attn_mask=span.mask_N1RS, is_causal=span.causal, enable_gqa=True
         )
         return out_NHLD.transpose(1, 2).reshape(-1, heads, head_dim)
-    group = heads // kv_heads
-    rows = (span.requests, kv_heads, span.length * group, head_dim)
-    q_rows = q_NLHD.unflatten(2, (kv_heads, group)).transpose(1, 2).reshape(rows)
-    mask_rows = mask.repeat_interleave(group, dim=2) if mask is not None else None
-    out_rows = F.scaled_dot_product_attention(q_rows, k_NKSD, v_NKSD, attn_mask=mask_rows)
-    out_NLKGD = out_rows.view(span.requests, kv_heads, span.length, group, head_dim).transpose(1, 2)
+    rows = (span.requests, kv_heads, -1, head_dim)
+    q_NKRD = q_NLHD.view(span.requests, span.length, kv_heads, -1, head_dim).transpose(1, 2).reshape(rows)
+    out_NKRD = F.scaled_dot_product_attention(q_NKRD, k_NKSD, v_NKSD, attn_mask=span.mask_N1RS)
+    out_NLKGD = out_NKRD.view(span.requests, kv_heads, span.length, -1, head_dim).transpose(1, 2)
     return out_NLKGD.reshape(-1, heads, head_dim)
 
 

@@ -41,6 +41,6 @@ def prepare_linear(
     return (DenseLinearCPU if device.type == "cpu" else DenseLinear)(weight_OI, bias_O)
 
 
-def prepare_attention(queries: PagedQueries, device: torch.device) -> PagedAttention:
+def prepare_attention(queries: PagedQueries) -> PagedAttention:
     """The paged attention of one step."""
-    return PagedAttention(queries, device)
+    return PagedAttention(queries)

@@ -32,7 +32,7 @@ class Executor:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute the batch's tokens into the cache; float32 logits [N, V] of `batch.logit_rows`."""
-        paged = prepare_attention(batch.queries, self.device)
+        paged = prepare_attention(batch.queries)
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
             store(k_TKD, v_TKD, self.cache, layer, batch.slots_T)

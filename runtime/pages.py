@@ -5,6 +5,7 @@ A page may be held by several requests once prefixes are shared, so holders are 
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -16,8 +17,8 @@ class PagePool:
         self.total = total
         self.page_size = page_size
         self._references = [0] * total
-        # a stack with the lowest page on top: a request alone gets consecutive pages, which are read without a copy
-        self._free = list(range(total - 1, -1, -1))
+        # a heap, lowest page first: a request alone gets consecutive pages, which are read without a copy
+        self._free = list(range(total))
 
     @property
     def free(self) -> int:
@@ -34,7 +35,7 @@ class PagePool:
         """`count` pages with one holder each, or None and no change where fewer are free."""
         if count > len(self._free):
             return None
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._references[page] = 1
         return pages
@@ -45,11 +46,11 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each page; the last page is the first to be free, and so the last to be reused."""
-        for page in reversed(pages):
+        """One holder less for each page; those without any are free."""
+        for page in pages:
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free.append(page)
+                heapq.heappush(self._free, page)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the counts agree with the page tables of everyone who holds pages."""

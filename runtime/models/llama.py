@@ -17,7 +17,7 @@ from compress.arch import EMBEDDING, FINAL_NORM, HEAD, ModelSpec, block_prefix
 from compress.checkpoint import Checkpoint
 from compress.formats import read_linear
 from compress.kernels.activation import silu_mul
-from compress.kernels.dispatch import Weight, dense, prepare_linear
+from compress.kernels.dispatch import Weight, prepare_linear
 from compress.kernels.linear import IntegerWeight, Linear
 from compress.kernels.norm import rms_norm
 from compress.kernels.rotary import rotary_tables, rotate

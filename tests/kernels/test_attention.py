@@ -64,14 +64,14 @@ def test_paged_attention(name: str, page_size: int, window: int | None) -> None:
         tables.append(table)
         queries.append(q)
         expected.append(one_by_one(q, k, v, context - length, window))
-    paged = PagedAttention(PagedQueries([b[0] for b in batch], [b[1] for b in batch], tables, page_size), CPU)
+    paged = PagedAttention(PagedQueries([b[0] for b in batch], [b[1] for b in batch], tables, page_size))
     ours = paged(torch.cat(queries), cache.keys[0], cache.values[0], window)
     assert (ours - torch.cat(expected)).abs().max() < BOUND
 
 
 def test_a_window_reads_only_the_pages_it_can_see() -> None:
     queries = PagedQueries([1], [90], [[5, 3, 1, 0, 2, 4]], page_size=16)
-    (span,) = plan_spans(queries, 20, CPU)
+    (span,) = plan_spans(queries, 20, 3, torch.float32, CPU)
     # position 89 sees 70 to 89: the pages of 64 to 79 and 80 to 95, third and second from last
     assert isinstance(span.pages, torch.Tensor)
     assert span.pages.tolist() == [2, 4]
@@ -80,7 +80,8 @@ def test_a_window_reads_only_the_pages_it_can_see() -> None:
 
 def test_requests_of_very_different_length_are_not_padded_to_each_other() -> None:
     tables = [[0], [0], list(range(64))]
-    spans = plan_spans(PagedQueries([1, 1, 1], [5, 7, 1000], tables, page_size=16), None, CPU)
+    queries = PagedQueries([1, 1, 1], [5, 7, 1000], tables, page_size=16)
+    spans = plan_spans(queries, None, 3, torch.float32, CPU)
     assert [(span.requests, span.keys) for span in spans] == [(2, 7), (1, 1000)]
 
 

@@ -9,6 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compress.arch import HEAD, read_spec
+from compress.checkpoint import Checkpoint, write_checkpoint
+from compress.formats.compressed_tensors import pack, quantization_config
+from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.runtime.engine import Completion, Engine, SamplingParams
 from tests.tiny import tiny_model
 
@@ -92,6 +96,48 @@ def test_sixteen_bit_checkpoints_are_widened(dtype: str, tmp_path: Path) -> None
     ids_BS = prompts(1, 40)
     with torch.no_grad():
         expected = reference(ids_BS).logits
+    assert (engine.logits(engine.hidden_states(ids_BS)) - expected).abs().max() < BOUND
+
+
+def quantized_copy(
+    source: Path, directory: Path, schemes: list[Scheme], scale_dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Write `source` with its linears rounded to nearest, scheme by scheme in turn; the dense weights that it means."""
+    checkpoint = Checkpoint.open(source)
+    spec = read_spec(checkpoint.config)
+    tensors = {name: checkpoint.read(name) for name in checkpoint.names}
+    meant, stated = dict(tensors), {}
+    modules = [module for module in spec.linears() if module != HEAD]
+    for number, module in enumerate(modules):
+        scheme = stated[module] = schemes[number % len(schemes)]
+        weight_OGg = tensors.pop(f"{module}.weight").unflatten(1, (-1, scheme.group_size or 64))
+        scale_OG = (weight_OGg.abs().amax(2) / scheme.qmax).to(scale_dtype)
+        zero_OG = None if scheme.symmetric else torch.randint_like(scale_OG, -3, 4).to(torch.int8)
+        steps_OGg = weight_OGg / scale_OG.float()[..., None] + (zero_OG[..., None] if zero_OG is not None else 0)
+        codes_OI = steps_OGg.round().clamp(scheme.qmin, scheme.qmax).to(torch.int8).flatten(1)
+        weight = QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG)
+        meant[f"{module}.weight"] = weight.dequantize()
+        tensors |= pack(module, weight)
+    config = checkpoint.config | {"quantization_config": quantization_config(stated, [HEAD])}
+    write_checkpoint(directory, tensors, config, source)
+    return meant
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_quantized_checkpoints_equal_their_dequantized_weights(
+    mixed: bool, scale_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Rows 9 and 21: biases once, scales of any dtype, one scheme for all or several side by side in one product."""
+    source = tiny_model(tmp_path / "source", "qwen2")
+    schemes = [Scheme(4, 32, False), Scheme(8, 16, True), Scheme(4, 64, True)][: 3 if mixed else 1]
+    meant = quantized_copy(source, tmp_path / "quantized", schemes, scale_dtype)
+    reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    reference.load_state_dict(meant)
+    ids_BS = prompts(1, 60)
+    with torch.no_grad():
+        expected = reference(ids_BS).logits
+    engine = Engine.load(tmp_path / "quantized")
     assert (engine.logits(engine.hidden_states(ids_BS)) - expected).abs().max() < BOUND
 
 
