@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -36,9 +37,9 @@ def quantized_model(directory: Path, scheme: Scheme, keep: tuple[str, ...]) -> P
 
 
 def text(path: Path) -> str:
-    console = Console(width=120, record=True, quiet=True)
-    console.print(render(inspect_checkpoint(path)))
-    return console.export_text()
+    out = io.StringIO()
+    Console(width=120, file=out).print(render(inspect_checkpoint(path)))
+    return out.getvalue()
 
 
 def test_dense_model(tmp_path: Path):

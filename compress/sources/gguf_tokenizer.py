@@ -31,7 +31,11 @@ def write_tokenizer(header: GgufHeader, directory: Path) -> None:
     if byte_level and cut not in _REBUILT | {"smollm"}:
         known = ", ".join(sorted(_REBUILT | {"smollm"}))
         raise UserError(f"{header.path}: tokenizer.ggml.pre {cut!r} is not supported; supported: {known}")
-    tokenizer = AutoTokenizer.from_pretrained(str(header.path.parent), gguf_file=header.path.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(header.path.parent), gguf_file=header.path.name)
+    except Exception as error:  # the tokenizers library raises nothing narrower for an inconsistent vocabulary
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{header.path}: its vocabulary does not make a tokenizer: {reason}") from error
     if byte_level and cut == "smollm":
         # ... except SmolLM's, whose digits stand alone: without this, "2024" becomes tokens the model never saw.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
