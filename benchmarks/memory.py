@@ -1,0 +1,101 @@
+"""Peak memory of GPTQ on a model of 8 shards and more than 1 GB, and what more samples add to it.
+
+    python benchmarks/memory.py
+
+Each run is a process of its own. The peak is what the kernel counts (VmHWM), less what was resident after the imports.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SEQUENCE = 512
+SAMPLES = (8, 64)
+HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 1024, 2816, 20, 32000
+CHILD = "--child"
+
+
+def build(directory: Path) -> int:
+    """A random Llama in float32, in at least 8 shards; returns its bytes. Written block by block."""
+    import torch
+
+    from compress.arch import read_spec
+    from compress.checkpoint import Checkpoint, LazyTensor, write_checkpoint
+
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+
+    def filled(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)
+
+    tensors = {
+        name: LazyTensor(torch.float32, shape, lambda shape=shape: filled(shape))
+        for name, shape in read_spec(config).tensors().items()
+    }
+    write_checkpoint(directory, tensors, config, None, max_shard_bytes=160_000_000)
+    checkpoint = Checkpoint.open(directory)
+    shards = len(list(directory.glob("*.safetensors")))
+    assert shards >= 8, shards
+    return checkpoint.total_bytes
+
+
+def child(source: Path, place: Path, samples: int) -> None:
+    """Quantize with GPTQ and print the peak above the imports, in bytes."""
+    import torch
+
+    from compress.calibration import Calibration
+    from compress.memory import peak_bytes, reset_peak, resident_bytes
+    from compress.progress import Reporter
+    from compress.recipe import QuantizeSettings
+    from compress.stages import StageRun, quantize
+
+    imports = resident_bytes()
+    reset_peak()
+    ids = torch.randint(VOCAB, (samples * SEQUENCE,), generator=torch.Generator().manual_seed(0))
+    calibration = Calibration(ids, (SEQUENCE,) * samples, None)  # type: ignore[arg-type]  # the stage reads no facts
+    run = StageRun(source, place / "out", place / "walk", calibration, Reporter())
+    quantize(run, QuantizeSettings(method="gptq", group_size=128))
+    print(json.dumps({"imports": imports, "above": peak_bytes() - imports}))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place) / "model"
+        size = build(source)
+        above = {}
+        for samples in SAMPLES:
+            command = [sys.executable, __file__, CHILD, str(source), f"{place}/{samples}", str(samples)]
+            (Path(place) / str(samples)).mkdir()
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            told = json.loads(done.stdout.splitlines()[-1])
+            above[samples] = told["above"]
+            print(
+                f"{samples} samples of {SEQUENCE}: peak {told['above'] / 1e6:.0f} MB above the imports' "
+                f"{told['imports'] / 1e6:.0f} MB, {told['above'] / size:.2f} of the model's {size / 1e6:.0f} MB",
+                flush=True,
+            )
+        added = above[SAMPLES[1]] - above[SAMPLES[0]]
+        activations = (SAMPLES[1] - SAMPLES[0]) * SEQUENCE * HIDDEN * 4
+        print(f"more samples add {added / 1e6:.0f} MB; one block's activations of them are {activations / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    if CHILD in sys.argv:
+        child(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main()
