@@ -34,6 +34,7 @@ def render_card(report: Report, directory: str) -> str:
             accuracy=verdict.accuracy_verdict(report.accuracy) if report.accuracy else None,
             missing=verdict.not_measured(report),
             errors=error_summary(layers),
+            error_of="weight" if layers and all(layer.error_of == "weights" for layer in layers) else "output",
         )
     )
 

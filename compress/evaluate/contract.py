@@ -6,7 +6,7 @@ filled with a placeholder. Intervals are [low, high] at 95 %, or null where the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,6 +43,7 @@ class Layer(Section):
     rtn_error: float | None = None  # round to nearest, same scheme, on the same inputs
     fallback: bool | str | None = None  # what was done instead of the requested method, and why
     dampening: float | None = None
+    error_of: Literal["outputs", "weights"] = "outputs"  # weights, where there was no calibration data
 
 
 class Transform(Section):

@@ -154,10 +154,14 @@ def _summarize_kl(kl_T: np.ndarray, kl_N: np.ndarray, counts_N: np.ndarray) -> c
 
 
 def survival_curve(values_T: np.ndarray, points: int = 60) -> list[tuple[float, float]]:
-    """(x, share of values above x) at logarithmically spaced x from 1e-6 to the largest value."""
-    largest = float(values_T.max())
-    if largest <= 1e-6:
+    """(x, share of values above x) at logarithmically spaced x up to the largest value.
+
+    It starts where 99.5 % lie above, or at 1e-6, below which float32 logits say nothing. Empty where all values are
+    that small or alike.
+    """
+    first, largest = max(1e-6, float(np.quantile(values_T, 0.005))), float(values_T.max())
+    if largest <= first:
         return []
-    grid = np.geomspace(1e-6, largest, points)
+    grid = np.geomspace(first, largest, points)
     above = 1 - np.searchsorted(np.sort(values_T), grid, side="right") / len(values_T)
     return [(float(x), float(share)) for x, share in zip(grid, above, strict=True)]

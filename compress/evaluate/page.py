@@ -63,6 +63,7 @@ def render_page(report: Report) -> str:
             schemes=Counter(layer.scheme for layer in layers if layer.scheme),
             worst=worst_layers(layers),
             errors=error_summary(layers),
+            error_of="weight" if layers and all(layer.error_of == "weights" for layer in layers) else "output",
             fallbacks=grouped((layer.name, str(layer.fallback)) for layer in layers if layer.fallback),
             skipped=grouped((t.name, t.reason or "no reason recorded") for t in transforms if not t.applied),
             applied=[transform for transform in transforms if transform.applied],

@@ -31,6 +31,7 @@ VARIABLES = {
     "#009e73": "var(--part-head)",
     "#999999": "var(--part-other)",
 }
+DECADE = 10  # values that span more are drawn on a logarithmic axis
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
@@ -114,14 +115,13 @@ def kl_survival(kl: Divergence) -> str:
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
         points = [(x, share) for x, share in kl.survival if share > 0]
-        flat = sum(share > 0.99 for _, share in points)  # the left end, where nothing happens
-        points = points[min(max(flat - 1, 0), len(points) - 2) :]
         axes.loglog(*zip(*points, strict=True), color=COMPRESSED, linewidth=2)
-        for value, name in ((kl.median, "median"), (kl.mean, "mean"), (kl.p99, "99 %")):
-            share = float(np.interp(np.log(max(value, 1e-6)), np.log([p[0] for p in points]), [p[1] for p in points]))
+        for value, name, side in ((kl.median, "median", -1), (kl.mean, "mean", 1), (kl.p99, "99 %", -1)):
+            share = float(np.interp(np.log(max(value, 1e-9)), np.log([p[0] for p in points]), [p[1] for p in points]))
             axes.plot([value], [share], "o", color=INK, markersize=4)
+            place = {"ha": "right", "va": "top"} if side < 0 else {"ha": "left", "va": "bottom"}
             axes.annotate(
-                f"{name} {value:.3g}", (value, share), (-6, -4), textcoords="offset points", ha="right", va="top"
+                f"{name} {value:.3g}", (value, share), (6 * side, 4 * side), textcoords="offset points", **place
             )
         axes.set_xlabel("KL(baseline ‖ compressed), nats")
         axes.set_ylabel("share of tokens above")
@@ -148,16 +148,17 @@ def window_pairs(windows: list[WindowResult]) -> str:
 
 
 def layer_errors(layers: Iterable[Layer]) -> str:
-    """Relative output error by block, one panel for each kind of linear: the method's and round-to-nearest's."""
+    """Relative error by block, one panel for each kind of linear: the method's and round-to-nearest's."""
     kinds = by_kind(layers)
     columns = min(4, len(kinds))
     rows = -(-len(kinds) // columns)
     values = [v for panel in kinds.values() for _, *pair in panel for v in pair if v is not None and v > 0]
+    wide = bool(values) and max(values) > DECADE * min(values)
 
     def paint(figure: Figure) -> None:
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for axes, (kind, panel) in zip(grid.flat, kinds.items(), strict=False):
-            _panel(axes, kind, panel, bool(values))
+            _panel(axes, kind, panel, wide)
         for place, axes in enumerate(grid.flat):
             if place >= len(kinds):
                 axes.set_axis_off()
@@ -166,9 +167,9 @@ def layer_errors(layers: Iterable[Layer]) -> str:
                 axes.set_xlabel("block")
         handles, labels = grid[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=2)
-        figure.supylabel("relative output error", fontsize=10.5)
+        figure.supylabel("relative error", fontsize=10.5)
 
-    return draw("layers", "Relative output error of every linear, by block", 9.6, 0.7 + 1.9 * rows, paint)
+    return draw("layers", "Relative error of every linear, by block", 9.6, 0.7 + 1.9 * rows, paint)
 
 
 def _panel(axes: Axes, kind: str, panel: list[tuple[int, float | None, float | None]], log: bool) -> None:

@@ -63,7 +63,7 @@ def build_report(
     return contract.Report(
         provenance=provenance,
         stages=[contract.Stage.model_validate(stage) for stage in stages],
-        calibration=asdict(calibration) if calibration else {},
+        calibration={k: v for k, v in asdict(calibration).items() if k != "warnings"} if calibration else {},
         size=measure_size(Checkpoint.open(baseline), Checkpoint.open(compressed), spec),
         accuracy=evaluation.accuracy,
         speed=list(evaluation.speed),

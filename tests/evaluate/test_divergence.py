@@ -131,7 +131,9 @@ def test_progress_and_unusable_text(model: HuggingFaceModel, ids_NS: torch.Tenso
 
 
 def test_survival_curve_falls_from_the_share_above_the_floor_to_zero():
-    curve = survival_curve(np.array([0.0, 1e-3, 1e-3, 1.0]))
-    assert curve[0] == (pytest.approx(1e-6), 0.75)
+    curve = survival_curve(np.array([0.0, 0.0, 1e-3, 1.0]))
+    assert curve[0] == (pytest.approx(1e-6), 0.5)
     assert curve[-1] == (pytest.approx(1.0), 0.0)
     assert all(a[1] >= b[1] for a, b in itertools.pairwise(curve))
+    assert survival_curve(np.full(5, 0.3)) == []
+    assert survival_curve(np.zeros(5)) == []
