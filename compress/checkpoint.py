@@ -6,7 +6,6 @@ A directory that opens has every tensor exactly once, where its index says, at t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 
 from compress.arch import HEAD, ModelSpec
-from compress.errors import UserError, nearest
+from compress.errors import UserError
+from compress.shards import INDEX, check_index, read_config, shard_names
 from compress.sidecars import copy_sidecars
 from compress.tensorfile import (
     DTYPES,
@@ -44,10 +44,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 EDGE = 4096  # bytes of each end of a tensor that enter the fingerprint
-_NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 class Checkpoint:
@@ -65,7 +62,7 @@ class Checkpoint:
         """Open a directory. Raises UserError, naming the file, for anything missing, damaged or contradictory."""
         path = Path(path)
         config = read_config(path)
-        files = [TensorFile(path / shard) for shard in _shards(path)]
+        files = [TensorFile(path / shard) for shard in shard_names(path)]
         owner: dict[str, TensorFile] = {}
         for file in files:
             for name in file.refs:
@@ -73,7 +70,7 @@ class Checkpoint:
                     raise UserError(f"{file.path}: tensor {name!r} is also in {owner[name].path.name}")
                 owner[name] = file
         if (path / INDEX).is_file():
-            _check_index(path / INDEX, _weight_map(path / INDEX), owner)
+            check_index(path / INDEX, owner)
         return cls(path, config, files)
 
     @property
@@ -119,76 +116,6 @@ class Checkpoint:
 def natural_order(name: str) -> list[tuple[int, str]]:
     """A sort key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. Raises UserError saying what is there instead."""
-    if not path.exists():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such directory{nearest(path.name, siblings)}")
-    if not path.is_dir():
-        raise UserError(f"{path}: a file; a checkpoint is a directory with config.json and *.safetensors")
-    file = path / "config.json"
-    if not file.is_file():
-        raise UserError(f"{path}: no config.json, so not a checkpoint; the directory holds {_listing(path)}")
-    config = _read_json(file)
-    if not isinstance(config, dict):
-        raise UserError(f"{file}: must be a JSON object, not {type(config).__name__}")
-    return config
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except UnicodeDecodeError:
-        raise UserError(f"{file}: not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
-
-
-def _listing(path: Path, limit: int = 5) -> str:
-    names = sorted(entry.name for entry in path.iterdir())
-    if not names:
-        return "nothing"
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def _shards(path: Path) -> list[str]:
-    """The weight files that make up the checkpoint. Raises UserError for a missing, stray or stale one."""
-    numbered = sorted(file.name for file in path.iterdir() if _NUMBERED.fullmatch(file.name))
-    if (path / INDEX).is_file():
-        wanted = sorted(set(_weight_map(path / INDEX).values()))
-        for name in wanted:
-            if Path(name).name != name or not (path / name).is_file():
-                raise UserError(f"{path / INDEX}: shard {name!r} is missing{nearest(name, numbered)}")
-        stray = sorted({*numbered, *((SINGLE,) if (path / SINGLE).is_file() else ())} - set(wanted))
-        if stray:
-            raise UserError(f"{path}: {stray[0]} is not in {INDEX}; the index is stale or the file left over")
-        return wanted
-    if numbered:
-        raise UserError(f"{path}: {numbered[0]} and {len(numbered) - 1} more shards, but no {INDEX}")
-    if not (path / SINGLE).is_file():
-        raise UserError(f"{path}: no {SINGLE} or {INDEX}; the directory holds {_listing(path)}")
-    return [SINGLE]
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    content = _read_json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise UserError(f"{index}: no weight_map from tensor names to file names")
-    return weight_map
-
-
-def _check_index(index: Path, weight_map: Mapping[str, str], owner: Mapping[str, TensorFile]) -> None:
-    for name, shard in weight_map.items():
-        if name not in owner:
-            raise UserError(f"{index}: tensor {name!r} is in no shard{nearest(name, set(owner) - set(weight_map))}")
-        if owner[name].path.name != shard:
-            raise UserError(f"{index}: tensor {name!r} is said to be in {shard}, but is in {owner[name].path.name}")
-    for name, file in owner.items():
-        if name not in weight_map:
-            raise UserError(f"{file.path}: tensor {name!r} is not in {INDEX}; the index is stale")
 
 
 def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
