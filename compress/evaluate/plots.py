@@ -119,9 +119,13 @@ def kl_survival(kl: Divergence) -> str:
         for value, name, side in ((kl.median, "median", -1), (kl.mean, "mean", 1), (kl.p99, "99 %", -1)):
             share = float(np.interp(np.log(max(value, 1e-9)), np.log([p[0] for p in points]), [p[1] for p in points]))
             axes.plot([value], [share], "o", color=INK, markersize=4)
-            place = {"ha": "right", "va": "top"} if side < 0 else {"ha": "left", "va": "bottom"}
             axes.annotate(
-                f"{name} {value:.3g}", (value, share), (6 * side, 4 * side), textcoords="offset points", **place
+                f"{name} {value:.3g}",
+                (value, share),
+                (6 * side, 4 * side),
+                textcoords="offset points",
+                ha="right" if side < 0 else "left",
+                va="top" if side < 0 else "bottom",
             )
         axes.set_xlabel("KL(baseline ‖ compressed), nats")
         axes.set_ylabel("share of tokens above")
