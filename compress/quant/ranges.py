@@ -5,7 +5,6 @@ Shapes: O out features, I in features, G groups, g columns of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -14,8 +13,8 @@ from compress.quant.scheme import Scheme
 
 RangeMethod = Literal["minmax", "mse", "imatrix", "gram"]
 
-_STEPS = 20  # shrink factors tried
-_SMALLEST = 0.55  # the strongest shrink
+_STEP = 0.05  # between the shrink factors tried first
+_STRONGEST = 0.55  # the smallest of them
 _CHUNK = 1 << 21  # weights searched at once: bounds memory
 
 
@@ -71,6 +70,43 @@ def _importance_by_group(
     return torch.stack([importance[at : at + width, at : at + width] for at in starts]).float()
 
 
+class _Search:
+    """The best grid so far of each group of `weight_OGg`, by the loss of its rounding."""
+
+    def __init__(
+        self, weight_OGg: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None, scale_dtype: torch.dtype
+    ) -> None:
+        self.weight_OGg, self.scheme, self.importance, self.scale_dtype = weight_OGg, scheme, importance, scale_dtype
+        self.low_OG = weight_OGg.amin(-1).clamp(max=0)
+        self.high_OG = weight_OGg.amax(-1).clamp(min=0)
+        span_OG = 2 * torch.maximum(-self.low_OG, self.high_OG) if scheme.symmetric else self.high_OG - self.low_OG
+        steps = scheme.qmax - scheme.qmin
+        self.unit_OG = torch.where(span_OG > 0, span_OG, float(steps)) / steps
+        self.shrink_OG = torch.ones_like(self.unit_OG)
+        self.turn_OG = torch.ones_like(self.unit_OG) if scheme.symmetric else torch.zeros_like(self.unit_OG)
+        self.loss_OG = torch.full_like(self.unit_OG, torch.inf)
+
+    def grid(self, shrink_OG: torch.Tensor, turn_OG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored scale and zero point of a shrunken range; `turn` is the scale's sign, or shifts the zero point."""
+        if self.scheme.symmetric:
+            return storable_scale(self.unit_OG * shrink_OG * turn_OG, self.scale_dtype), torch.zeros_like(turn_OG)
+        stored_OG = storable_scale(self.unit_OG * shrink_OG, self.scale_dtype)
+        zero_OG = self.scheme.qmin - (shrink_OG * self.low_OG / stored_OG.float()).round() + turn_OG
+        return stored_OG, zero_OG.clamp_(self.scheme.qmin, self.scheme.qmax)
+
+    def best(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.grid(self.shrink_OG, self.turn_OG)
+
+    def attempt(self, shrink_OG: torch.Tensor, turn_OG: torch.Tensor) -> None:
+        """Keep the candidate in the groups where it loses less."""
+        scale_OG, zero_OG = self.grid(shrink_OG, turn_OG)
+        loss_OG = _loss(self.weight_OGg, scale_OG, zero_OG, self.scheme, self.importance)
+        better_OG = loss_OG < self.loss_OG
+        self.shrink_OG = torch.where(better_OG, shrink_OG, self.shrink_OG)
+        self.turn_OG = torch.where(better_OG, turn_OG, self.turn_OG)
+        self.loss_OG = torch.where(better_OG, loss_OG, self.loss_OG)
+
+
 def _search(
     weight_OGg: torch.Tensor,
     scheme: Scheme,
@@ -78,47 +114,27 @@ def _search(
     importance: torch.Tensor | None,
     scale_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    best_scale_OG, best_zero_OG, best_loss_OG = None, None, None
-    for stored_OG, zero_OG in _candidates(weight_OGg, scheme, scale_dtype):
-        if method == "minmax":
-            return stored_OG, zero_OG
-        loss_OG = _loss(weight_OGg, stored_OG, zero_OG, scheme, importance)
-        if best_loss_OG is None:
-            best_scale_OG, best_zero_OG, best_loss_OG = stored_OG, zero_OG.clone(), loss_OG
-            continue
-        better_OG = loss_OG < best_loss_OG
-        best_scale_OG = torch.where(better_OG, stored_OG, best_scale_OG)
-        best_zero_OG = torch.where(better_OG, zero_OG, best_zero_OG)
-        best_loss_OG = torch.where(better_OG, loss_OG, best_loss_OG)
-    assert best_scale_OG is not None and best_zero_OG is not None
-    return best_scale_OG, best_zero_OG
-
-
-def _candidates(
-    weight_OGg: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(stored scale, zero point) pairs [O, G], the min-max range first."""
-    steps = scheme.qmax - scheme.qmin
-    shrinks = [1 - (1 - _SMALLEST) * i / (_STEPS - 1) for i in range(_STEPS)]
-    if scheme.symmetric:
-        peak_OG = weight_OGg.abs().amax(-1)
-        zero_OG = torch.zeros_like(peak_OG)
-        unit_OG = torch.where(peak_OG > 0, peak_OG, 1.0) * (2 / steps)
-        yield storable_scale(unit_OG, scale_dtype), zero_OG
-        # Up to max|w| / qmax, where nothing is clipped.
-        widest = steps / 2 / max(scheme.qmax, 1)
-        for shrink in shrinks:
-            for sign in (1, -1):
-                yield storable_scale(unit_OG * (sign * widest * shrink), scale_dtype), zero_OG
-        return
-    low_OG = weight_OGg.amin(-1).clamp(max=0)
-    high_OG = weight_OGg.amax(-1).clamp(min=0)
-    width_OG = torch.where(high_OG > low_OG, high_OG - low_OG, float(steps))
-    for shrink in shrinks:
-        stored_OG = storable_scale(width_OG * (shrink / steps), scale_dtype)
-        middle_OG = scheme.qmin - (shrink * low_OG / stored_OG.float()).round()
-        for shift in (0, -1, 1):
-            yield stored_OG, (middle_OG + shift).clamp(scheme.qmin, scheme.qmax)
+    """A coarse line of shrinks for both signs (symmetric), then half steps, and zero points one off (asymmetric)."""
+    search = _Search(weight_OGg, scheme, importance, scale_dtype)
+    if method == "minmax":
+        return search.best()
+    turns = (1.0, -1.0) if scheme.symmetric else (0.0,)
+    # A symmetric range may widen to max|w| / qmax, where nothing is clipped on either side.
+    widest = (scheme.qmax - scheme.qmin) / 2 / max(scheme.qmax, 1) if scheme.symmetric else 1.0
+    for shrink in [1.0, *(widest - _STEP * i for i in range(int((widest - _STRONGEST) / _STEP) + 1))]:
+        for turn in turns:
+            ones_OG = torch.ones_like(search.shrink_OG)
+            search.attempt(shrink * ones_OG, turn * ones_OG)
+    for step in (_STEP / 2, _STEP / 4):
+        centre_OG, turn_OG = search.shrink_OG, search.turn_OG
+        for offset in (-step, step):
+            search.attempt(centre_OG + offset, turn_OG)
+    if not scheme.symmetric:
+        centre_OG = search.shrink_OG
+        for turn in (-1.0, 1.0):
+            for offset in (0.0, -_STEP, _STEP):
+                search.attempt(centre_OG + offset, torch.full_like(centre_OG, turn))
+    return search.best()
 
 
 def _loss(
