@@ -63,7 +63,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     recipe = load_recipe(options.recipe)
-    assert recipe.calibration and recipe.evaluate
+    assert recipe.calibration is not None
+    assert recipe.evaluate is not None
     source = resolve(recipe.model).path
     text = options.text or recipe.evaluate.text
     data = recipe.calibration.sources
@@ -71,7 +72,7 @@ def main() -> None:
     windows = evaluation_windows(evaluation_source(text, data), source, 1024, options.tokens)
     baseline = Engine.load(source)
     facts = calibration.facts
-    print(f"{facts.samples} samples, {facts.tokens} tokens; {windows.facts.windows} windows of 1024 from {text}")
+    print(f"{facts.samples} samples, {facts.tokens} tokens; {windows.facts.windows} windows of 1024 of {text}")
     print(
         f"{'method':14} {'perplexity':>18} {'KL':>8} {'95 % CI':>18} {'ratio':>6} {'top-1':>6} {'CPU s':>6} {'wall s':>6}"
     )

@@ -22,7 +22,7 @@ from compress.blockwise import write_durably
 from compress.calibration import Calibration, calibrate_texts
 from compress.checkpoint import Checkpoint, check_tensors, publish
 from compress.errors import UserError
-from compress.evaluate.paired import evaluate_pair, read_evaluation_text
+from compress.evaluate.paired import check_ids, evaluate_pair, read_evaluation_text
 from compress.evaluate.report import build_report, write_report
 from compress.forecast import Forecast, forecast
 from compress.formats import require_dense
@@ -110,6 +110,7 @@ def _calibrate(recipe: Recipe, source: Source, spec: ModelSpec, reporter: Report
         field=settings.field,
         evaluation=recipe.evaluate.text if recipe.evaluate else None,
     )
+    check_ids(calibration.ids_T, spec, "calibration")
     facts = calibration.facts
     reporter.say(f"calibration: {facts.samples} samples, {facts.tokens} tokens, sha256 {facts.sha256[:12]}")
     for warning in facts.warnings:
@@ -126,7 +127,9 @@ def _evaluation_text(recipe: Recipe, source: Source, spec: ModelSpec) -> Evaluat
             f"evaluate.window: {settings.window} is beyond the model's max_position_embeddings {spec.max_positions}"
         )
     data = recipe.calibration.sources if recipe.calibration else []
-    return read_evaluation_text(settings.text, settings.field, settings.window, settings.tokens, source.path, data)
+    text = read_evaluation_text(settings.text, settings.field, settings.window, settings.tokens, source.path, data)
+    check_ids(text.ids, spec, "evaluate")
+    return text
 
 
 def _stage(

@@ -46,7 +46,7 @@ class QuantizeSettings(Strict):
     range: Literal["minmax", "mse", "imatrix", "gram"] | None = None  # None: what the method says
     rounding: Literal["rtn", "gptq"] | None = None  # None: what the method says
     act_order: bool = True  # gptq: visit columns by falling E[x²]; groups stay where they are, so nothing is stored
-    dampening: float = Field(0.01, gt=0, lt=1)  # gptq: fraction of mean diag(H) added to it
+    dampening: float | None = Field(None, gt=0, lt=1)  # gptq: fraction of mean diag(H); None: by the number of tokens
 
     @field_validator("group_size")
     @classmethod
@@ -60,7 +60,7 @@ class SpeedSettings(Strict):
     batch: list[int] = [1, 8]
     prompt: int = Field(512, ge=1)
     output: int = Field(128, ge=2)
-    rounds: int = Field(5, ge=2)
+    rounds: int = Field(6, ge=2)
     seconds: float = Field(120.0, gt=0)  # budget: rounds stop once it is spent, never before two
 
     @field_validator("batch")
@@ -158,21 +158,16 @@ class Method(Strict):
     rounding: Literal["rtn", "gptq"]
 
 
-PRESETS = {
-    "rtn": Method(transform="none", range="minmax", rounding="rtn"),
-    "gptq": Method(transform="none", range="imatrix", rounding="gptq"),
-    "awq": Method(transform="awq", range="gram", rounding="rtn"),
-}
-
-
 def resolve_method(settings: QuantizeSettings) -> Method:
-    """The three choices that a preset stands for, after what the recipe sets apart."""
-    preset = PRESETS[settings.method]
-    return Method(
-        transform=settings.transform or preset.transform,
-        range=settings.range or preset.range,
-        rounding=settings.rounding or preset.rounding,
-    )
+    """The three choices that a preset stands for, after what the recipe sets apart.
+
+    GPTQ pays for errors across groups, so its ranges weigh columns by E[x²] alone; round to nearest cannot, so after
+    AWQ its ranges weigh each group's own output error. Plain RTN is the min-max baseline that others compare with.
+    """
+    transform = settings.transform or ("awq" if settings.method == "awq" else "none")
+    rounding = settings.rounding or ("gptq" if settings.method == "gptq" else "rtn")
+    usual = "imatrix" if rounding == "gptq" else "gram" if transform == "awq" else "minmax"
+    return Method(transform=transform, range=settings.range or usual, rounding=rounding)
 
 
 def _stage_list(content: dict[str, Any], where: str) -> list[Any]:

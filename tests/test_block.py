@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_equal_hugging_face(tmp_path: Path, case: str) -> None:
-    """Rows 9, 11 and 13. Bound: 1e-4 of values of order one to ten; a dropped bias or rope scaling moves them by > 0.1."""
+    """Rows 9, 11 and 13. Bound: 1e-4 of values of order ten; a dropped bias or rope scaling moves them by > 0.1."""
     family, changes = CASES[case]
     directory = tiny_model(tmp_path / "model", family, **changes)
     checkpoint = Checkpoint.open(directory)
@@ -77,7 +77,10 @@ def test_the_spec_lists_exactly_the_tensors_that_are_stored(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "lama"}, "model_type 'lama' is not supported; supported families: llama .*did you mean 'llama'"),
+        (
+            {"model_type": "lama"},
+            "model_type 'lama' is not supported; supported families: llama .*did you mean 'llama'",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),

@@ -72,7 +72,9 @@ def test_every_token_is_counted_at_every_linear(checkpoint: Checkpoint, tmp_path
     assert sum(errors) < 0.8 * sum(plain)
 
 
-@pytest.mark.parametrize(("transform", "rounding"), [("none", "rtn"), ("none", "gptq"), ("awq", "rtn"), ("awq", "gptq")])
+@pytest.mark.parametrize(
+    ("transform", "rounding"), [("none", "rtn"), ("none", "gptq"), ("awq", "rtn"), ("awq", "gptq")]
+)
 def test_batches_do_not_show(checkpoint: Checkpoint, tmp_path: Path, transform: str, rounding: str) -> None:
     """Row 3: ragged sequences one by one or many at once give scales equal to 1e-5 and the same codes.
 
@@ -178,7 +180,7 @@ def test_degenerate_samples_never_abort(checkpoint: Checkpoint, tmp_path: Path) 
 
 
 def test_sequential_taps_feel_the_quantized_prefix(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """True-sequential: what is set after one tap changes what the next one sees, and what the next block starts from."""
+    """What is set after one tap changes what the next one sees, and what the next block starts from."""
     spec = read_spec(checkpoint.config)
     grams: dict[str, list[torch.Tensor]] = {"kept": [], "zeroed": []}
     for key in grams:

@@ -64,7 +64,7 @@ def test_an_unknown_command_names_the_nearest() -> None:
         (lambda source: truncate(source / "model.safetensors"), "model.safetensors"),
     ],
 )
-def test_a_wrong_model_is_one_line_before_any_work(tmp_path: Path, break_it, message: str | None) -> None:  # noqa: ANN001
+def test_a_wrong_model_is_one_line_before_any_work(tmp_path: Path, break_it, message: str | None) -> None:
     """Row 38."""
     source = tiny_model(tmp_path / "model")
     recipe = write_recipe(tmp_path, source)

@@ -18,7 +18,8 @@ def test_piped_lines_come_by_the_clock_and_parse() -> None:
             time.sleep(0.12)
             phase.advance(1, f"block {block}")
     text = out.getvalue()
-    assert "\r" not in text and "\x1b" not in text
+    assert "\r" not in text
+    assert "\x1b" not in text
     first, *lines = text.splitlines()
     assert first == "quantize 0/4  started"
     assert len(lines) >= 6, "a line at every interval, though only four steps ended"

@@ -37,11 +37,17 @@ def test_defaults_are_filled_in_and_written_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("group_size", "grup_size"), "stages[0].quantize: unknown key 'grup_size'; known: .*; did you mean 'group_size'"),
+        (
+            ("group_size", "grup_size"),
+            "stages[0].quantize: unknown key 'grup_size'; known: .*; did you mean 'group_size'",
+        ),
         (("bits: 4", "bits: 9"), r"stages\[0\].quantize.bits: Input should be less than or equal to 8, not 9"),
         (("group_size: 32", "group_size: 0"), r"stages\[0\].quantize.group_size: must be -1 .*, not 0"),
         (("method: gptq", "method: gptqq"), r"stages\[0\].quantize.method: .*'gptq'.*, not 'gptqq'"),
-        (("quantize:", "quantise:"), r"stages\[0\]: unknown stage 'quantise'; known: quantize; did you mean 'quantize'"),
+        (
+            ("quantize:", "quantise:"),
+            r"stages\[0\]: unknown stage 'quantise'; known: quantize; did you mean 'quantize'",
+        ),
         (("samples: 16", "sampels: 16"), "calibration: unknown key 'sampels'; .*did you mean 'samples'"),
         (("window: 128", "window: many"), "evaluate.window: .* not 'many'"),
         (("model: some/model\n", ""), "model: required, and missing"),

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from compress.arch import read_spec
+from compress.arch import ModelSpec, read_spec
 from compress.calibration import Calibration
 from compress.checkpoint import Checkpoint, check_tensors
 from compress.encoding import bos_of, load_tokenizer
@@ -43,6 +43,16 @@ def read_evaluation_text(
     return evaluation_windows(evaluation_source(text, calibration_data, field), tokenizer_dir, window, tokens)
 
 
+def check_ids(ids: torch.Tensor, spec: ModelSpec, where: str) -> None:
+    """Refuse ids that the model has no embedding for. Raises UserError naming the first."""
+    largest = int(ids.max())
+    if largest >= spec.vocab:
+        raise UserError(
+            f"{where}: the tokenizer gives id {largest}, and the model has only {spec.vocab} tokens; "
+            "the tokenizer files beside it belong to another model"
+        )
+
+
 def evaluate_pair(
     baseline: Path,
     compressed: Path,
@@ -52,7 +62,7 @@ def evaluate_pair(
     reporter: Reporter,
     device: str = "cpu",
 ) -> Evaluation:
-    """Accuracy and speed of both checkpoints as the recipe asks for; a model that does not fit in memory is not loaded."""
+    """Accuracy and speed of both checkpoints as the recipe asks; what does not fit in memory is not loaded."""
     if settings is None or text is None:
         return Evaluation(warnings=["not evaluated: the recipe has no `evaluate:` section"])
     if (reason := _too_large(baseline, compressed, device)) is not None:
@@ -61,7 +71,7 @@ def evaluate_pair(
     arms = load_arm(baseline, device), load_arm(compressed, device)
     with reporter.phase("evaluate", len(text.ids)) as phase:
         accuracy = compare_models(*arms, text.ids.to(device), _steps(phase))
-    accuracy.text = text.facts.as_dict()
+    accuracy.text = text.facts.as_dict() | {"first_ids": text.ids[0, :8].tolist()}
     if calibration is not None:
         accuracy.text["overlap_with_calibration"] = overlap(calibration, text)
     return Evaluation(accuracy, _speed(arms, settings, reporter))
@@ -95,6 +105,7 @@ def evaluate_command(
         raise UserError(f"--json {json_file}: no such directory {json_file.parent}")
     size = window or min(2048, spec.max_positions)
     windows = read_evaluation_text(text, None, size, tokens, checkpoint, [])
+    check_ids(windows.ids, spec, "--text")
     bos = bos_of(load_tokenizer(checkpoint))
     record: dict[str, Any] = {
         "checkpoint": str(checkpoint),
@@ -144,7 +155,7 @@ def _speed(arms: tuple[Engine, Engine], settings: EvaluateSettings, reporter: Re
     for batch in speed.batch:
         with reporter.phase(f"speed, batch {batch}", speed.rounds) as phase:
             work = Workload(batch, speed.prompt, speed.output)
-            baseline, compressed = (EngineArm(engine) for engine in arms)
+            baseline, compressed = (EngineArm(engine, engine.dtype) for engine in arms)
             budget = speed.seconds / len(speed.batch)
             rows.append(measure(baseline, compressed, work, speed.rounds, budget, progress=_steps(phase)))
     return rows

@@ -27,7 +27,7 @@ def accuracy_lines(accuracy: Mapping[str, Any]) -> list[str]:
     return [
         f"perplexity  {perplexity['baseline']:.3f} -> {perplexity['compressed']:.3f}  "
         f"(x{perplexity['ratio']:.4f}{_interval(perplexity['ci95'], 4)})",
-        f"KL          {kl['mean']:.4f} nats per token{_interval(kl['ci95'], 4)}, p99 {kl['p99']:.3f}, max {kl['max']:.2f}",
+        f"KL          {kl['mean']:.4f} nats a token{_interval(kl['ci95'], 4)}, p99 {kl['p99']:.3f}",
         f"top-1       {100 * accuracy['top1_agreement']:.2f} % agree, over {accuracy['tokens']} tokens",
     ]
 

@@ -17,7 +17,7 @@ import torch
 
 from compress.arch import TAPS, ModelSpec, Tap
 from compress.blockwise import Block, Changes, HeadBlock
-from compress.quant.gptq import gptq, output_error
+from compress.quant.gptq import dampening_for, gptq, output_error
 from compress.quant.ranges import RangeMethod, find_range
 from compress.quant.rtn import round_to_nearest
 from compress.quant.scaling import scale_tap
@@ -38,7 +38,7 @@ class Quantizer:
     rounding: Literal["rtn", "gptq"]
     scale_dtype: torch.dtype
     act_order: bool
-    dampening: float
+    dampening: float | None  # None: as much as the noise of the Gram matrix asks for
     pack: Callable[[str, QuantizedWeight], dict[str, torch.Tensor]]
 
     @property
@@ -132,7 +132,7 @@ class Quantizer:
                     scheme,
                     scale_OG,
                     zero_OG,
-                    dampening=self.dampening,
+                    dampening=self.dampening or dampening_for(stacked_OI.shape[1], statistics.tokens),
                     act_order=self.act_order,
                 )
                 report = {"dampening": told.dampening, "fallback": "rtn" if told.fallback else None}

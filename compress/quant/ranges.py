@@ -15,7 +15,7 @@ RangeMethod = Literal["minmax", "mse", "imatrix", "gram"]
 
 _STEP = 0.05  # between the shrink factors tried first
 _STRONGEST = 0.55  # the smallest of them
-_CHUNK = 1 << 21  # weights searched at once: bounds memory
+_CHUNK = 1 << 18  # weights searched at once: they and their rounding stay in the cache
 
 
 def find_range(

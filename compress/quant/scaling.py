@@ -16,8 +16,6 @@ from compress.flow import Observation
 from compress.quant.awq import search_scale
 from compress.quant.scheme import Scheme
 
-SEARCH_ROWS = 768  # output features that judge a candidate scale; the choice is checked on all of them
-
 
 def scale_tap(
     block: Block, found: Observation, schemes: Mapping[str, Scheme], scale_dtype: torch.dtype
@@ -37,7 +35,7 @@ def scale_tap(
     tied = (spec.heads, spec.kv_heads, spec.head_dim) if tap.name == "attention_output" else None
     weights = [block.weights[f"{linear}.weight"] for linear in tap.linears]
     scheme = schemes[block.prefix + tap.linears[0]]
-    result = search_scale(weights, found.statistics, found.held_out, scheme, scale_dtype, group_tied=tied, max_rows=SEARCH_ROWS)
+    result = search_scale(weights, found.statistics, found.held_out, scheme, scale_dtype, group_tied=tied)
     record |= {
         "applied": result.applied,
         "reason": result.reason,
