@@ -40,8 +40,8 @@ def output_error(delta_OI: torch.Tensor, gram_II: torch.Tensor) -> float:
 def dampening_for(features: int, tokens: int) -> float:
     """The dampening that the noise of a Gram matrix from so few tokens asks for: 1.5 · features / tokens, in [0.01, 1].
 
-    GPTQ's 0.01 fits the calibration tokens too closely: on SmolLM2-135M with 8,192 tokens, held-out output error falls
-    by 6 % at 0.1 (576 features) and by 14 % at 0.3 (1,536 features).
+    GPTQ's 0.01 fits few tokens too closely. On SmolLM2-135M with 8,192 tokens (int4 symmetric g64, mse ranges), the
+    held-out output error is 3 to 9 % lower at 0.1; with 1,536 features it goes on falling, to 14 % lower at 0.3.
     """
     return min(max(1.5 * features / max(tokens, 1), 0.01), _DAMPENING_LIMIT)
 
