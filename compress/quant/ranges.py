@@ -33,7 +33,7 @@ def find_range(
     gram     the least Δ·H_gg·Δᵀ, the group's own output error; `importance` [I, I] is the Gram matrix E[xᵀx], of which
              the diagonal blocks are used. It is AWQ's clip search (arXiv 2306.00978) without its data.
 
-    Held-out output error beside minmax = 1, int4 symmetric g64, eight linears' inputs of SmolLM2-135M: rounded to nearest
+    Held-out output error beside minmax = 1, int4 symmetric g64, eight taps of SmolLM2-135M: rounded to nearest
     mse .77, imatrix .61, gram .57; under GPTQ minmax .57, mse .45, imatrix .45, gram .46 (GPTQ already pays for what
     gram weighs). So imatrix suits GPTQ, and gram round-to-nearest.
 
