@@ -73,9 +73,8 @@ def main() -> None:
     baseline = Engine.load(source)
     facts = calibration.facts
     print(f"{facts.samples} samples, {facts.tokens} tokens; {windows.facts.windows} windows of 1024 of {text}")
-    print(
-        f"{'method':14} {'perplexity':>18} {'KL':>8} {'95 % CI':>18} {'ratio':>6} {'top-1':>6} {'CPU s':>6} {'wall s':>6}"
-    )
+    columns = ("method", "perplexity", "KL", "95 % CI", "ratio", "top-1", "CPU s", "wall s")
+    print("{:14} {:>18} {:>8} {:>18} {:>6} {:>6} {:>6} {:>6}".format(*columns))
     rows: dict[str, dict[str, Any]] = {}
     for arm in (arm for arm in ARMS if arm.name in options.arms):
         settings = QuantizeSettings(**({"group_size": options.group_size} | arm.changes))

@@ -28,7 +28,7 @@ class Activations:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if os.fstat(self._file).st_size != size:
             os.ftruncate(self._file, size)
-        self._map = mmap.mmap(self._file, size)
+        self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
 
     def __enter__(self) -> Activations:
         return self
@@ -47,14 +47,15 @@ class Activations:
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Store `rows` [n, width] from row `start` on."""
-        stop = start + len(rows)
-        view = memoryview(rows.detach().to("cpu", torch.float32).contiguous().numpy()).cast("B")
-        self._map[start * self._row_bytes : stop * self._row_bytes] = view
-        self._give_back(start, stop)
+        # Not through the map: the kernel then copies at once instead of faulting in page after page.
+        left = memoryview(rows.detach().to("cpu", torch.float32).contiguous().numpy()).cast("B")
+        offset = start * self._row_bytes
+        while left:
+            done = os.pwrite(self._file, left, offset)
+            left, offset = left[done:], offset + done
 
     def flush(self) -> None:
         """On disk when this returns."""
-        self._map.flush()
         os.fsync(self._file)
 
     def close(self) -> None:

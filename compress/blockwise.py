@@ -93,7 +93,7 @@ class Block:
     def observe(self, hold_out: bool = False, propagate: bool = False) -> dict[str, Observation]:
         """All taps at once under the present weights; `propagate` also makes the outputs the next block's input."""
         flow = self._data()
-        collectors = [Collector(tap, self.prefix, hold_out) for tap in TAPS]
+        collectors = [Collector(tap, self.prefix, hold_out, magnitudes=True) for tap in TAPS]
         for chunk in flow.steps(share=1.0):
             hidden, forward, weights = flow.rows(chunk), self._forward, self.weights
             x = collectors[0].add(forward.attention_input(hidden, weights), chunk)
@@ -108,7 +108,8 @@ class Block:
     def sequential(self) -> Iterator[Observation]:
         """Tap by tap; whatever weights the caller sets between two taps, the next tap already feels.
 
-        Each linear is applied once. The outputs under the final weights become the next block's input.
+        The statistics hold Gram matrices alone. Each linear is applied once. The outputs under the final weights become
+        the next block's input.
         """
         flow, forward, weights = self._data(), self._forward, self.weights
         context = flow.scratch("context", self.spec.heads * self.spec.head_dim)
@@ -229,7 +230,7 @@ class Walk:
         record = {"removed": changes.removed, "layers": changes.layers, "transforms": changes.transforms}
         write_durably(self._record(index), json.dumps(record))
         phase.advance(index + 1 - phase.done)
-        self._hidden(index).unlink(missing_ok=True)
+        self._recycle(index, last)
         for name in ("context", "middle", "gated") if last else ():
             (self.work / f"{name}.tmp").unlink(missing_ok=True)
 
@@ -280,6 +281,14 @@ class Walk:
         if done and not (hidden.exists() and hidden.stat().st_size == size):
             return 0
         return done
+
+    def _recycle(self, index: int, last: bool) -> None:
+        """Hand the file that is no longer needed to the block after the next: fresh pages cost more than old ones."""
+        if self._hidden(index).exists():
+            if last:
+                self._hidden(index).unlink()
+            else:
+                self._hidden(index).rename(self._hidden(index + 2))
 
     def _part(self, index: int) -> Path:
         return self.work / f"block-{index:05d}.safetensors"

@@ -72,10 +72,11 @@ def arrange(ids_T: torch.Tensor, lengths: Sequence[int], chunk_tokens: int) -> T
 class Collector:
     """Gathers the statistics of one tap, with one sequence in HELD_OUT_EVERY apart where asked."""
 
-    def __init__(self, tap: Tap, prefix: str = "", hold_out: bool = False) -> None:
+    def __init__(self, tap: Tap, prefix: str = "", hold_out: bool = False, magnitudes: bool = False) -> None:
         self.tap = tap
         self._name = f"input of {prefix}{tap.linears[0]}"
         self._hold_out = hold_out
+        self._magnitudes = magnitudes
         self._kept: Statistics | None = None
         self._apart: Statistics | None = None
 
@@ -86,10 +87,10 @@ class Collector:
             self._apart = Statistics.empty(x.shape[1], self._name, x.device) if self._hold_out else None
         if self._apart is not None and bool(chunk.held_out.any()):
             apart = chunk.held_out.to(x.device)
-            self._apart.add(x[apart])
-            self._kept.add(x[~apart])
+            self._apart.add(x[apart], self._magnitudes)
+            self._kept.add(x[~apart], self._magnitudes)
         else:
-            self._kept.add(x)
+            self._kept.add(x, self._magnitudes)
         return x
 
     def observation(self) -> Observation:

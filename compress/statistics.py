@@ -35,23 +35,25 @@ class Statistics:
         zeros_I = torch.zeros(features, device=device)
         return cls(name, torch.zeros(features, features, device=device), zeros_I, zeros_I.clone())
 
-    def add(self, x_TI: torch.Tensor) -> None:
+    def add(self, x_TI: torch.Tensor, magnitudes: bool = True) -> None:
         """Add the tokens of `x_TI` (any float dtype; leading dimensions are flattened).
 
-        The same chunks in the same order give the same bits. Raises RunError if an input is not finite.
+        Without `magnitudes` only the Gram matrix grows, which is all that GPTQ reads. The same chunks in the same order
+        give the same bits. Raises RunError if an input is not finite, or so large that its square is not.
         """
         x_TI = x_TI.reshape(-1, x_TI.shape[-1]).float()
-        magnitude_TI = x_TI.abs()
-        peak_I = magnitude_TI.amax(0) if len(x_TI) else torch.zeros_like(self.max_abs_I)
-        if not torch.isfinite(peak_I).all():
-            channel = int((~torch.isfinite(peak_I)).nonzero()[0])
-            raise RunError(f"{self.name}: the calibration input is not finite (first in channel {channel})")
-        self.max_abs_I = torch.maximum(self.max_abs_I, peak_I)
-        self.abs_sum_I += magnitude_TI.sum(0)
+        if magnitudes and len(x_TI):
+            magnitude_TI = x_TI.abs()
+            self.max_abs_I = torch.maximum(self.max_abs_I, magnitude_TI.amax(0))
+            self.abs_sum_I += magnitude_TI.sum(0)
         features = x_TI.shape[1]
         for start in range(0, features, _PANEL):
             stop = min(start + _PANEL, features)
             self.gram_sum_II[:stop, start:stop].addmm_(x_TI[:, :stop].T, x_TI[:, start:stop])
+        finite_I = torch.isfinite(self.gram_sum_II.diagonal())
+        if not finite_I.all():
+            channel = int((~finite_I).nonzero()[0])
+            raise RunError(f"{self.name}: the calibration input is not finite (first in channel {channel})")
         self.tokens += len(x_TI)
 
     def gram(self) -> torch.Tensor:

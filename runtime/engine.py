@@ -77,6 +77,11 @@ class Engine:
         return self.executor.model.spec
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.executor.model.final_norm_C.dtype
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are held."""
         return self.executor.model.weight_bytes

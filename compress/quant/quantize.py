@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from compress.arch import TAPS, ModelSpec, Tap
+from compress.arch import HEAD, TAPS, ModelSpec, Tap
 from compress.blockwise import Block, Changes, HeadBlock
-from compress.quant.gptq import dampening_for, gptq, output_error
+from compress.quant.fidelity import relative_errors
+from compress.quant.gptq import dampening_for, gptq
 from compress.quant.ranges import RangeMethod, find_range
 from compress.quant.rtn import round_to_nearest
-from compress.quant.scaling import scale_tap
+from compress.quant.scaling import producer_scale, scale_tap
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.statistics import Statistics
 
@@ -43,174 +44,154 @@ class Quantizer:
 
     @property
     def wants_head(self) -> bool:
-        return "lm_head" in self.schemes
+        return HEAD in self.schemes
 
     def block(self, block: Block) -> Changes:
         if not any(block.prefix + linear in self.schemes for tap in TAPS for linear in tap.linears):
             if block.has_data:
                 block.advance()
             return Changes()
+        work = _Work(block, dict(block.weights))
         if not block.has_data:
-            return self._without_data(block)
-        changes = Changes()
-        scales: dict[str, torch.Tensor] = {}
-        if self.transform == "awq":
-            observed = block.observe(hold_out=True, propagate=self.rounding == "rtn")
-            originals = {name: block.weights[name] for name in block.weights}
             for tap in TAPS:
-                found = observed[tap.name]
-                scales[tap.name], told = scale_tap(block, found, self.schemes, self.scale_dtype)
-                changes.transforms.append(told)
-            if self.rounding == "rtn":
-                for tap in TAPS:
-                    found = observed[tap.name]
-                    whole = found.statistics.merge(found.held_out) if found.held_out else found.statistics
-                    self._tap(block, tap, whole.scaled(scales[tap.name]), scales[tap.name], originals, changes)
-                return self._close(block, originals, changes)
+                self._tap(work, tap, None)
+        elif self.transform == "awq":
+            self._scaled(work)
         else:
-            originals = dict(block.weights)
-        for found in block.sequential():
-            scale_I = scales.get(found.tap.name)
-            self._tap(block, found.tap, found.statistics, scale_I, originals, changes)
-        return self._close(block, originals, changes)
+            for found in block.sequential():
+                self._tap(work, found.tap, found.statistics)
+        self._store_changed(work)
+        return work.changes
 
     def head(self, head: HeadBlock) -> Changes:
         changes = Changes()
         found = head.observe()
         statistics = found.statistics if found else None
-        weight, report = self._round({"lm_head": head.weight}, "lm_head", statistics)
-        self._store("lm_head", weight["lm_head"], changes)
-        errors = self._errors(head.weight, weight["lm_head"], head.weight, statistics, None, self.schemes["lm_head"])
-        changes.layers.append(self._record("lm_head", weight["lm_head"], statistics, errors, report))
+        gram_II = statistics.gram() if statistics else None
+        rounded, report = self._round({HEAD: head.weight}, HEAD, statistics, gram_II)
+        restored_OI, scheme = rounded[HEAD].dequantize(), self.schemes[HEAD]
+        errors = relative_errors(head.weight, restored_OI, gram_II, scheme, self.scale_dtype, [len(head.weight)])
+        self._store(changes, HEAD, rounded[HEAD], statistics, errors[0] | report)
         return changes
 
-    def _without_data(self, block: Block) -> Changes:
-        changes = Changes()
+    def _scaled(self, work: _Work) -> None:
+        """AWQ: the scales of all taps from the block as it came, then rounding."""
+        block = work.block
+        # AWQ with round to nearest gains nothing from inputs of the quantized prefix (docs/log.md),
+        # so the block as it came passes its outputs on, and one forward pass does.
+        observed = block.observe(hold_out=True, propagate=self.rounding == "rtn")
         for tap in TAPS:
-            self._tap(block, tap, None, None, dict(block.weights), changes)
-        return changes
+            work.scales[tap.name], told = scale_tap(block, observed[tap.name], self.schemes, self.scale_dtype)
+            work.changes.transforms.append(told)
+        if self.rounding == "gptq":
+            for found in block.sequential():
+                self._tap(work, found.tap, found.statistics)
+            return
+        for tap in TAPS:
+            seen = observed.pop(tap.name)
+            whole = seen.statistics.merge(seen.held_out) if seen.held_out else seen.statistics
+            self._tap(work, tap, whole.scaled(work.scales[tap.name]))
 
-    def _tap(
-        self,
-        block: Block,
-        tap: Tap,
-        statistics: Statistics | None,
-        scale_I: torch.Tensor | None,
-        originals: Mapping[str, torch.Tensor],
-        changes: Changes,
-    ) -> None:
+    def _tap(self, work: _Work, tap: Tap, statistics: Statistics | None) -> None:
         """Quantize the selected linears of one tap, given the statistics of their (scaled) input."""
+        block = work.block
         chosen = [linear for linear in tap.linears if block.prefix + linear in self.schemes]
         if not chosen:
             return
+        name = block.prefix + chosen[0]
         weights = {linear: block.weights[f"{linear}.weight"] for linear in chosen}
-        rounded, report = self._round(weights, block.prefix + chosen[0], statistics)
-        for linear in chosen:
-            name = block.prefix + linear
-            original = originals[f"{linear}.weight"]
-            errors = self._errors(weights[linear], rounded[linear], original, statistics, scale_I, self.schemes[name])
-            changes.layers.append(self._record(name, rounded[linear], statistics, errors, report))
-            self._store(name, rounded[linear], changes)
+        gram_II = statistics.gram() if statistics else None
+        rounded, report = self._round(weights, name, statistics, gram_II)
+        original_OI = torch.cat([work.originals[f"{linear}.weight"] for linear in chosen])
+        restored_OI = torch.cat([work.restored(linear, rounded[linear], tap) for linear in chosen])
+        scale_I = work.scales.get(tap.name)
+        if gram_II is not None and scale_I is not None:
+            gram_II = gram_II * scale_I[:, None] * scale_I
+        sizes = [len(weight) for weight in weights.values()]
+        errors = relative_errors(original_OI, restored_OI, gram_II, self.schemes[name], self.scale_dtype, sizes)
+        for linear, told in zip(chosen, errors, strict=True):
+            self._store(work.changes, block.prefix + linear, rounded[linear], statistics, told | report)
             block.weights[f"{linear}.weight"] = rounded[linear].dequantize()
 
     def _round(
-        self, weights: Mapping[str, torch.Tensor], name: str, statistics: Statistics | None
+        self,
+        weights: Mapping[str, torch.Tensor],
+        name: str,
+        statistics: Statistics | None,
+        gram_II: torch.Tensor | None,
     ) -> tuple[dict[str, QuantizedWeight], dict[str, Any]]:
         """Range search, then rounding, of linears that share an input: rows are independent, so they go as one."""
         scheme = self.schemes[name]
         stacked_OI = torch.cat(list(weights.values()))
         sizes = [len(weight) for weight in weights.values()]
-        if statistics is None:
-            scale_OG, zero_OG = find_range(stacked_OI, scheme, self.range, None, self.scale_dtype)
+        parts = [self._range(linear, weight, scheme, statistics, gram_II) for linear, weight in weights.items()]
+        scale_OG = torch.cat([scale for scale, _ in parts])
+        zeros = [zero for _, zero in parts if zero is not None]
+        zero_OG = torch.cat(zeros) if zeros else None
+        if self.rounding == "rtn" or statistics is None or gram_II is None:
             whole, report = round_to_nearest(stacked_OI, scheme, scale_OG, zero_OG), dict[str, Any]()
         else:
-            scale_OG, zero_OG = self._ranges(weights, scheme, statistics)
-            if self.rounding == "gptq":
-                whole, told = gptq(
-                    stacked_OI,
-                    statistics.gram(),
-                    scheme,
-                    scale_OG,
-                    zero_OG,
-                    dampening=self.dampening or dampening_for(stacked_OI.shape[1], statistics.tokens),
-                    act_order=self.act_order,
-                )
-                report = {"dampening": told.dampening, "fallback": "rtn" if told.fallback else None}
-            else:
-                whole, report = round_to_nearest(stacked_OI, scheme, scale_OG, zero_OG), dict[str, Any]()
+            dampening = self.dampening or dampening_for(stacked_OI.shape[1], statistics.tokens)
+            whole, told = gptq(
+                stacked_OI, gram_II, scheme, scale_OG, zero_OG, dampening=dampening, act_order=self.act_order
+            )
+            report = {"dampening": told.dampening, "fallback": "rtn" if told.fallback else None}
         return dict(zip(weights, _split(whole, sizes), strict=True)), report
 
-    def _ranges(
-        self, weights: Mapping[str, torch.Tensor], scheme: Scheme, statistics: Statistics
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scales, zeros = [], []
-        for linear, weight in weights.items():
-            clipped = not (self.transform == "awq" and linear in NOT_CLIPPED)
-            method: RangeMethod = self.range if clipped or self.range == "minmax" else "mse"
-            importance = statistics.gram() if method == "gram" else statistics.mean_square()
-            scale_OG, zero_OG = find_range(weight, scheme, method, importance, self.scale_dtype)
-            scales.append(scale_OG)
-            zeros.append(zero_OG)
-        return torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
-
-    def _errors(
+    def _range(
         self,
-        weight: torch.Tensor,
-        rounded: QuantizedWeight,
-        original: torch.Tensor,
-        statistics: Statistics | None,
-        scale_I: torch.Tensor | None,
+        linear: str,
+        weight_OI: torch.Tensor,
         scheme: Scheme,
-    ) -> dict[str, Any]:
-        """Relative error of the linear's output, and what plain round-to-nearest would have had on the same input."""
-        scale_OG, zero_OG = find_range(original, scheme, "minmax", None, self.scale_dtype)
-        plain = round_to_nearest(original, scheme, scale_OG, zero_OG).dequantize() - original
-        delta = rounded.dequantize() - weight
-        if statistics is None:
-            norm = float(original.double().square().sum()) or 1.0
-            return {
-                "error": float(delta.double().square().sum()) / norm,
-                "rtn_error": float(plain.double().square().sum()) / norm,
-                "error_of": "weights",
-            }
-        gram = statistics.gram()
-        plain_gram = gram if scale_I is None else statistics.scaled(1 / scale_I).gram()
-        norm = output_error(weight, gram) or 1.0
-        return {
-            "error": output_error(delta, gram) / norm,
-            "rtn_error": output_error(plain, plain_gram) / norm,
-            "error_of": "outputs",
-        }
+        statistics: Statistics | None,
+        gram_II: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        method = self.range
+        if self.transform == "awq" and self.range != "minmax" and linear in NOT_CLIPPED:
+            method = "mse"
+        importance = gram_II if method == "gram" else statistics.mean_square() if statistics else None
+        return find_range(weight_OI, scheme, method, importance, self.scale_dtype)
 
-    def _record(
+    def _store(
         self,
+        changes: Changes,
         name: str,
         rounded: QuantizedWeight,
         statistics: Statistics | None,
-        errors: dict[str, Any],
-        report: dict[str, Any],
-    ) -> dict[str, Any]:
-        return {
-            "name": name,
-            "scheme": str(rounded.scheme),
-            "tokens": statistics.tokens if statistics else 0,
-            **errors,
-            "dampening": None,
-            "fallback": None,
-            **report,
-            "codes_sha256": codes_sha256(rounded),
-        }
-
-    def _store(self, name: str, rounded: QuantizedWeight, changes: Changes) -> None:
+        told: Mapping[str, Any],
+    ) -> None:
         changes.replace(f"{name}.weight", self.pack(name, rounded))
+        usual = {"scheme": str(rounded.scheme), "tokens": statistics.tokens if statistics else 0}
+        usual |= {"dampening": None, "fallback": None, "codes_sha256": codes_sha256(rounded)}
+        changes.layers.append({"name": name, **usual, **told})
 
-    def _close(self, block: Block, originals: Mapping[str, torch.Tensor], changes: Changes) -> Changes:
+    def _store_changed(self, work: _Work) -> None:
         """Store the dense tensors (norms, biases) that a transform changed, in the type they came in."""
+        block, changes = work.block, work.changes
         for local, tensor in block.weights.items():
             name = block.prefix + local
-            if tensor is not originals[local] and name not in changes.removed:
+            if tensor is not work.originals[local] and name not in changes.removed:
                 changes.replace(name, {name: tensor.to(block.dtypes[local])})
-        return changes
+
+
+@dataclass
+class _Work:
+    """One block under way: its weights as they came, the scales folded into it, and what was changed."""
+
+    block: Block
+    originals: dict[str, torch.Tensor]
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)  # by tap
+    changes: Changes = field(default_factory=Changes)
+
+    def restored(self, linear: str, rounded: QuantizedWeight, tap: Tap) -> torch.Tensor:
+        """What the codes stand for in the original model: the scales of its inputs and outputs undone."""
+        weight_OI = rounded.dequantize()
+        if tap.name in self.scales:
+            weight_OI = weight_OI / self.scales[tap.name]
+        for fed in TAPS:
+            if fed.producer == linear and fed.name in self.scales:
+                weight_OI = weight_OI * producer_scale(fed, self.scales[fed.name], self.block.spec)[:, None]
+        return weight_OI
 
 
 def codes_sha256(weight: QuantizedWeight) -> str:

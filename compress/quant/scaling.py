@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compress.arch import Tap
+from compress.arch import ModelSpec, Tap
 from compress.blockwise import Block
 from compress.flow import Observation
 from compress.quant.awq import search_scale
@@ -54,10 +54,7 @@ def fold(block: Block, tap: Tap, scale_I: torch.Tensor) -> torch.Tensor:
     """
     weights, name = block.weights, f"{tap.producer}.weight"
     if _is_linear(block, tap.producer):
-        rows = scale_I
-        if tap.name == "attention_output":
-            # Under grouped-query attention each KV channel feeds the same channel of all query heads of its group.
-            rows = scale_I.view(block.spec.kv_heads, -1, block.spec.head_dim)[:, 0].reshape(-1)
+        rows = producer_scale(tap, scale_I, block.spec)
         weights[name] = weights[name] / rows[:, None]
         if (bias := f"{tap.producer}.bias") in weights:
             weights[bias] = weights[bias] / rows
@@ -71,6 +68,16 @@ def fold(block: Block, tap: Tap, scale_I: torch.Tensor) -> torch.Tensor:
     for linear in tap.linears:
         weights[f"{linear}.weight"] = weights[f"{linear}.weight"] * scale_I
     return scale_I
+
+
+def producer_scale(tap: Tap, scale_I: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """The scale of each output channel of a tap's producer.
+
+    Under grouped-query attention each KV channel feeds the same channel of all query heads of its group.
+    """
+    if tap.name != "attention_output":
+        return scale_I
+    return scale_I.view(spec.kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
 
 
 def _is_linear(block: Block, name: str) -> bool:
