@@ -79,7 +79,8 @@ def main() -> None:
     for arm in (arm for arm in ARMS if arm.name in options.arms):
         settings = QuantizeSettings(**({"group_size": options.group_size} | arm.changes))
         with tempfile.TemporaryDirectory() as place:
-            run = StageRun(source, Path(place) / "out", Path(place) / "walk", calibration, Reporter())
+            used = None if settings.method == "rtn" else calibration  # min-max RTN reads no data
+            run = StageRun(source, Path(place) / "out", Path(place) / "walk", used, Reporter())
             started, cpu = time.monotonic(), time.process_time()
             record = run_stage("quantize", run, settings)
             spent = time.process_time() - cpu, time.monotonic() - started
