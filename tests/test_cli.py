@@ -257,3 +257,40 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     code, _, err = run_cli("run", recipe)
     assert code == 0
     assert "resuming after block" in err
+
+
+def test_nothing_reaches_for_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 39: a local model and a local text need none, for GPTQ with evaluation and for `eval`."""
+    import socket
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError(f"connects to {arguments[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    source = tiny_model(tmp_path / "model")
+    code, _, err = run_cli("run", write_recipe(tmp_path, source, evaluate=True))
+    assert code == 0, err
+    code, _, err = run_cli("eval", tmp_path / "out", "--text", tmp_path / "prose.jsonl", "--window", 64)
+    assert code == 0, err
+    code, _, err = run_cli("generate", tmp_path / "out", "--prompt", "abc", "--max-tokens", 2)
+    assert code == 0, err
+
+
+def test_eval_against_a_record_of_an_earlier_eval(tmp_path: Path, result: Path) -> None:
+    """Row 33: two results are compared only if text, window and tokens agree."""
+    text = write_texts(tmp_path / "prose.jsonl", 8, seed=9)
+    record = tmp_path / "baseline.json"
+    arguments = ("eval", result, "--text", text, "--tokens", 512)
+    assert run_cli(*arguments, "--window", 64, "--json", record)[0] == 0
+    code, out, err = run_cli(*arguments, "--window", 64, "--baseline", record)
+    assert code == 0, err
+    assert "x1.0000" in out
+    code, _, err = run_cli(*arguments, "--window", 128, "--baseline", record)
+    assert code == 2
+    assert "the records differ in" in one_line(err)
+    assert "window" in err or "text_sha256" in err
+    (tmp_path / "broken.json").write_text("{}")
+    code, _, err = run_cli(*arguments, "--window", 64, "--baseline", tmp_path / "broken.json")
+    assert code == 2
+    assert "not a record of `compress eval --json`" in one_line(err)

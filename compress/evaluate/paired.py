@@ -19,7 +19,7 @@ from compress.errors import UserError
 from compress.evaluate import contract
 from compress.evaluate.divergence import compare_models
 from compress.evaluate.environment import versions
-from compress.evaluate.perplexity import evaluate_checkpoint, evaluation_settings
+from compress.evaluate.perplexity import check_settings, compare_records, evaluate_checkpoint, evaluation_settings
 from compress.evaluate.speed import EngineArm, Workload, measure
 from compress.heldout import EvaluationText, evaluation_source, evaluation_windows, overlap
 from compress.progress import Phase, Reporter
@@ -96,7 +96,8 @@ def evaluate_command(
     reporter: Reporter,
 ) -> list[str]:
     """`compress eval`: the lines to print; also writes the record to `json_file`."""
-    for path in (checkpoint, *([baseline] if baseline else [])):
+    earlier = _read_record(baseline) if baseline is not None and baseline.suffix == ".json" else None
+    for path in (checkpoint, *([baseline] if baseline is not None and earlier is None else [])):
         check_tensors(opened := Checkpoint.open(path), read_spec(opened.config, str(path / "config.json")))
     spec = read_spec(Checkpoint.open(checkpoint).config)
     if window is not None and window > spec.max_positions:
@@ -114,8 +115,8 @@ def evaluate_command(
         ),
         "text": windows.facts.as_dict(),
     }
-    if baseline is None:
-        lines = _alone(checkpoint, windows, device, reporter, record)
+    if baseline is None or earlier is not None:
+        lines = _alone(checkpoint, windows, device, reporter, record, earlier)
     else:
         lines = _against(checkpoint, baseline, windows, device, reporter, record)
     if json_file is not None:
@@ -125,12 +126,41 @@ def evaluate_command(
     return [head, f"            sha256 {facts.sha256[:16]}, stride {facts.stride}, BOS {facts.bos}", *lines]
 
 
-def _alone(path: Path, windows: EvaluationText, device: str, reporter: Reporter, record: dict[str, Any]) -> list[str]:
+def _alone(
+    path: Path,
+    windows: EvaluationText,
+    device: str,
+    reporter: Reporter,
+    record: dict[str, Any],
+    earlier: dict[str, Any] | None,
+) -> list[str]:
+    """Perplexity of one checkpoint, and its ratio to an earlier record of the same windows."""
+    if earlier is not None:  # before the work, so that a mismatch costs nothing
+        check_settings(earlier["settings"], record["settings"])
     with reporter.phase("evaluate", len(windows.ids)) as phase:
         found = evaluate_checkpoint(load_arm(path, device), windows.ids.to(device), _steps(phase))
     record |= found
     interval = f"  [{found['ci95'][0]:.3f}, {found['ci95'][1]:.3f}]" if found["ci95"] else ""
-    return [f"perplexity  {found['perplexity']:.3f}{interval}"]
+    lines = [f"perplexity  {found['perplexity']:.3f}{interval}"]
+    if earlier is not None:
+        compared = compare_records(earlier, record)
+        record["compared"] = compared
+        low, high = compared["ci95"] or (float("nan"), float("nan"))
+        change = f"{compared['baseline']:.3f} -> {compared['compressed']:.3f}"
+        lines.append(f"ratio       {change}  (x{compared['ratio']:.4f}, 95 % CI {low:.4f} to {high:.4f})")
+    return lines
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--baseline {path}: cannot be read: {error}") from None
+    if not isinstance(record, dict) or not {"settings", "windows"} <= record.keys():
+        raise UserError(
+            f"--baseline {path}: not a record of `compress eval --json`; give one, or a checkpoint directory"
+        )
+    return record
 
 
 def _against(

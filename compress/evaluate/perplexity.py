@@ -17,7 +17,7 @@ from compress.errors import RunError, UserError
 from compress.evaluate.compare import clustered_mean
 from compress.evaluate.divergence import ROWS, LanguageModel, Progress
 
-MUST_AGREE = ("text_sha256", "window", "stride", "tokens", "bos", "first_ids")
+MUST_AGREE = ("window", "text_sha256", "stride", "tokens", "bos", "first_ids")
 
 
 class Windows(Protocol):
@@ -84,18 +84,22 @@ def evaluation_settings(
     }
 
 
-def compare_records(baseline: Mapping[str, Any], compressed: Mapping[str, Any]) -> dict[str, Any]:
-    """The perplexity ratio of two records {settings, windows} written by separate runs, paired by window.
-
-    Raises UserError naming the field where they were measured on different text, windows or ids (MUST_AGREE).
-    """
-    first, second = baseline["settings"], compressed["settings"]
+def check_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raises UserError naming the first field of MUST_AGREE in which two records' settings differ."""
     for field in MUST_AGREE:
         if first.get(field) != second.get(field):
             raise UserError(
                 f"compare: the records differ in {field}: {first.get(field)!r} and {second.get(field)!r}; "
                 "only measurements of the same windows of the same text can be compared"
             )
+
+
+def compare_records(baseline: Mapping[str, Any], compressed: Mapping[str, Any]) -> dict[str, Any]:
+    """The perplexity ratio of two records {settings, windows} written by separate runs, paired by window.
+
+    Raises UserError naming the field where they were measured on different text, windows or ids (MUST_AGREE).
+    """
+    check_settings(baseline["settings"], compressed["settings"])
     pairs = list(zip(baseline["windows"], compressed["windows"], strict=True))
     if any(b["tokens"] != c["tokens"] for b, c in pairs):
         raise UserError("compare: the records differ in finite positions; evaluate both arms together instead")
