@@ -97,8 +97,19 @@ def _part(tensor: str, spec: ModelSpec) -> str:
 
 
 def stated_license(directory: Path) -> str | None:
-    """The licence that the base model's own card names in its front matter; None where it names none."""
-    card = directory / "README.md"
+    """The licence of the base model: of its own card's front matter, or of the GGUF file it came from; else None."""
+    return _card_license(directory / "README.md") or _source_license(directory / "source.json")
+
+
+def _source_license(file: Path) -> str | None:
+    """What a conversion noted of its source (compress.sources)."""
+    if not file.is_file():
+        return None
+    stated = json.loads(file.read_text(encoding="utf-8")).get("license")
+    return stated if isinstance(stated, str) else None
+
+
+def _card_license(card: Path) -> str | None:
     if not card.is_file():
         return None
     parts = re.split(r"^---\s*$", card.read_text(encoding="utf-8", errors="replace"), maxsplit=2, flags=re.MULTILINE)

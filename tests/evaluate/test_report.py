@@ -176,6 +176,8 @@ def test_licence_is_the_base_cards(tmp_path: Path):
     assert stated_license(tmp_path) is None
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
     assert stated_license(tmp_path) is None
+    (tmp_path / "source.json").write_text('{"license": "apache-2.0", "source": "x.gguf"}')
+    assert stated_license(tmp_path) == "apache-2.0", "what the GGUF file said"
 
 
 def test_hub_ids(tmp_path: Path):
