@@ -2,6 +2,8 @@
 
     python benchmarks/accuracy.py --samples 128 --sequence-length 512 --json docs/results/accuracy.json
 
+    python benchmarks/accuracy.py --table docs/results/accuracy.json      # the README's table, from an earlier run
+
 KL is KL(baseline ‖ compressed) in nats per token; `ratio` is to plain round-to-nearest of the same bits, group size and
 symmetry. CPU seconds are of the quantize stage alone.
 """
@@ -20,8 +22,8 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from compress.calibration import calibrate_texts
+from compress.evaluate import environment
 from compress.evaluate.divergence import compare_models
-from compress.evaluate.environment import commit, hardware, versions
 from compress.heldout import evaluation_source, evaluation_windows
 from compress.progress import Reporter
 from compress.recipe import QuantizeSettings, load_recipe
@@ -51,6 +53,31 @@ ARMS = [
 ]
 
 
+def table(told: dict[str, Any]) -> str:
+    """A finished run as a Markdown table, with what it was measured on."""
+    lines = [
+        "| method | perplexity | KL, 95 % interval | KL to RTN | top-1 agreement | CPU s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, row in told["rows"].items():
+        low, high = row["kl_ci95"]
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append(
+            f"| {name} | {row['perplexity']['compressed']:.2f} | {row['kl']:.4f} ({low:.4f} to {high:.4f}) | {ratio} "
+            f"| {100 * row['top1']:.1f} % | {row['cpu_seconds']:.0f} |"
+        )
+    baseline = next(iter(told["rows"].values()))["perplexity"]["baseline"]
+    text, calibration, hardware = told["text"], told["calibration"], told["hardware"]
+    lines += [
+        "",
+        f"SmolLM2-135M-Instruct, int4, group {told['group_size']}, {calibration['samples']} × "
+        f"{calibration['sequence_length']} calibration tokens; baseline perplexity {baseline:.2f} on {text['windows']} "
+        f"windows of {text['window']} tokens held apart; {hardware['cores']} cores of an {hardware['cpu']}; commit "
+        f"{told['commit']}.",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="gives the model, the data and the text")
@@ -61,7 +88,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12288)
     parser.add_argument("--arms", nargs="*", default=[arm.name for arm in ARMS])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="print a finished run's table and stop")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.table.read_text())))
+        return
     recipe = load_recipe(options.recipe)
     assert recipe.calibration is not None
     assert recipe.evaluate is not None
@@ -110,9 +141,9 @@ def main() -> None:
             "text": windows.facts.as_dict(),
             "group_size": options.group_size,
             "rows": rows,
-            "hardware": hardware(),
-            "versions": versions(),
-            "commit": commit(),
+            "hardware": environment.hardware(),
+            "versions": environment.versions(),
+            "commit": environment.commit(),
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(told, indent=2) + "\n")
