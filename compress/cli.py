@@ -202,7 +202,7 @@ def _check_device(device: str) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Exit 2 for a user's mistake, 1 for a failure of the work, 130 for Ctrl-C: one line each, no traceback."""
+    """Exit 2 for a user's mistake, 1 for a failure of work or disk, 130 for Ctrl-C: one line each, no traceback."""
     try:
         yield
     except UserError as error:
@@ -211,8 +211,13 @@ def one_line_errors() -> Iterator[None]:
     except RunError as error:
         click.echo(f"failed: {error}", err=True)
         sys.exit(1)
+    except OSError as error:  # no space, no permission, a folder that went away
+        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
+        click.echo(f"failed: {told}", err=True)
+        sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; the same command resumes where it stopped", err=True)
+        resumes = "; the same command, without --fresh, resumes where it stopped" if "run" in sys.argv[1:2] else ""
+        click.echo(f"interrupted{resumes}", err=True)
         sys.exit(130)
 
 

@@ -67,7 +67,8 @@ class EvaluationText:
 def same_source(one: str, other: str) -> bool:
     """Whether two names mean the same file or dataset. Fields do not tell them apart: one may name the default."""
     a, b = split_field(one)[0], split_field(other)[0]
-    return a == b or (Path(a).exists() and Path(b).exists() and Path(a).samefile(b))
+    paths = [Path(name).expanduser() for name in (a, b)]
+    return a == b or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
 
 
 def evaluation_source(
@@ -113,7 +114,8 @@ def evaluation_windows(
     bos = bos_of(tokenizer)
     stride = window - (bos is not None)
     everything = list(passages(source.documents, window))
-    drawn = _draw(everything, tokenizer, bos, max_tokens, seed)
+    # One window at least, whatever is asked for.
+    drawn = _draw(everything, tokenizer, bos, None if max_tokens is None else max(max_tokens, stride), seed)
     ids, owners = _stream(drawn, tokenizer, bos)
     count = len(ids) // stride if max_tokens is None else min(len(ids) // stride, max(1, max_tokens // stride))
     if count == 0:

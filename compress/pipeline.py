@@ -6,11 +6,8 @@ finished if the model, the recipe and the data are the same, and refuses if they
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,11 @@ import torch
 from compress.arch import ModelSpec, read_spec
 from compress.blockwise import write_durably
 from compress.calibration import Calibration, calibrate_texts
-from compress.checkpoint import Checkpoint, check_tensors, publish
+from compress.checkpoint import Checkpoint, check_tensors
 from compress.errors import UserError
 from compress.evaluate.paired import check_ids, evaluate_pair, read_evaluation_text
 from compress.evaluate.report import build_report, write_report
+from compress.evaluate.speed import Workload, check_fits
 from compress.forecast import Forecast, forecast
 from compress.formats import require_dense
 from compress.heldout import EvaluationText
@@ -32,6 +30,7 @@ from compress.recipe import Recipe, Stage
 from compress.sources import Source, resolve, resolve_config
 from compress.stages import StageRun, run_stage
 from compress.verify import verify
+from compress.workplace import begun_replacing, changed, check_output, drop_leftovers, open_workplace
 
 VERIFY_TOKENS = 64
 
@@ -50,7 +49,8 @@ def plan(recipe: Recipe) -> Forecast:
 
 def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = False, command: str = "") -> Outcome:
     """Carry out a recipe. Raises UserError before any work, RunError when the work fails."""
-    output = Path(recipe.output)
+    output = Path(recipe.output).expanduser()
+    standing = check_output(output)
     plan(recipe)
     source = resolve(recipe.model, progress=reporter.say)
     checkpoint = Checkpoint.open(source.path)
@@ -64,15 +64,18 @@ def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = F
         "recipe": recipe.weights_sha256(),
         "data": calibration.facts.sha256 if calibration else None,
     }
-    if not fresh and (done := _finished(output, recipe, fingerprint)) is not None:
-        return Outcome(output, done, fresh=False)
-    with _workplace(output, fingerprint, fresh) as work:
+    if standing is not None and not fresh and not begun_replacing(output, fingerprint):
+        _require_same(standing, output, recipe, fingerprint)
+        drop_leftovers(output, fingerprint)
+        return Outcome(output, standing, fresh=False)
+    with open_workplace(output, fingerprint, fresh) as place:
         directory, records = source.path, list[dict[str, Any]]()
         for index, stage in enumerate(recipe.stages):
-            directory, record = _stage(index, stage, directory, work, calibration, reporter, device)
+            directory, record = _stage(index, stage, directory, place.path, calibration, reporter, device)
             records.append(record)
         reporter.say("verify: reading the checkpoint back")
-        verified = verify(directory, _source_of_last(source, work, len(records)), records[-1]["layers"], _probe(spec))
+        original = _source_of_last(source, place.path, len(records))
+        verified = verify(directory, original, records[-1]["layers"], _probe(spec))
         evaluation = evaluate_pair(source.path, directory, recipe.evaluate, text, calibration, reporter, device)
         report = build_report(
             recipe=recipe,
@@ -87,7 +90,10 @@ def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = F
             compressed=directory,
             command=command,
         )
-        return Outcome(output, _deliver(directory, output, recipe, report, fresh), fresh=True)
+        (directory / "recipe.yaml").write_text(recipe.yaml(), encoding="utf-8")
+        told = write_report(directory, report)
+        place.deliver(directory)
+        return Outcome(output, told, fresh=True)
 
 
 def _calibrate(recipe: Recipe, source: Source, spec: ModelSpec, reporter: Reporter) -> Calibration | None:
@@ -126,6 +132,8 @@ def _evaluation_text(recipe: Recipe, source: Source, spec: ModelSpec) -> Evaluat
         raise UserError(
             f"evaluate.window: {settings.window} is beyond the model's max_position_embeddings {spec.max_positions}"
         )
+    if (speed := settings.speed) is not None:
+        check_fits(Workload(max(speed.batch), speed.prompt, speed.output), spec.max_positions)
     data = recipe.calibration.sources if recipe.calibration else []
     text = read_evaluation_text(settings.text, settings.field, settings.window, settings.tokens, source.path, data)
     check_ids(text.ids, spec, "evaluate")
@@ -144,10 +152,12 @@ def _stage(
     """Run a stage, or take what an earlier run finished; its record is written last."""
     place = work / f"{index:02d}-{stage.name}"
     record, output = place.with_suffix(".json"), place / "checkpoint"
-    if record.exists():
+    if record.exists() and output.exists():
         reporter.say(f"{stage.name}: finished before")
         return output, json.loads(record.read_text())
-    shutil.rmtree(output, ignore_errors=True)
+    for left in place.glob("*") if place.exists() else ():
+        if left.name != "walk":  # a checkpoint that was half written when an earlier run was killed
+            shutil.rmtree(left)
     run = StageRun(source, output, place / "walk", calibration, reporter, device)
     told = run_stage(stage.name, run, stage.settings)
     write_durably(record, json.dumps(told))
@@ -166,58 +176,11 @@ def _probe(spec: ModelSpec) -> torch.Tensor:
     return (torch.arange(length) * 7919 + 17) % spec.vocab
 
 
-def _finished(output: Path, recipe: Recipe, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a finished DIR that this recipe would only make again."""
-    if not output.exists():
-        return None
-    report = output / "report.json"
-    if not report.is_file():
-        raise UserError(f"{output}: exists and was not written by compress; choose another --out")
-    told = json.loads(report.read_text())
-    provenance = told.get("provenance", {})
-    if provenance.get("fingerprint") != fingerprint:
-        changed = _changed(provenance.get("fingerprint") or {}, fingerprint)
-        raise UserError(f"{output}: holds the result of another {changed}; --fresh replaces it, --out DIR keeps it")
+def _require_same(told: dict[str, Any], output: Path, recipe: Recipe, fingerprint: dict[str, Any]) -> None:
+    """Refuse to run where a finished result, of this report, is not what this recipe would only make again."""
+    provenance = told["provenance"]
+    if provenance["fingerprint"] != fingerprint:
+        what = changed(provenance["fingerprint"], fingerprint)
+        raise UserError(f"{output}: holds the result of another {what}; --fresh replaces it, --out DIR keeps it")
     if provenance.get("recipe_sha256") != recipe.sha256():
         raise UserError(f"{output}: was evaluated by other settings; --fresh does all again, --out DIR keeps it")
-    return told
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    return " and ".join(key for key in now if before.get(key) != now[key])
-
-
-@contextmanager
-def _workplace(output: Path, fingerprint: dict[str, Any], fresh: bool) -> Iterator[Path]:
-    """DIR.work, locked, and begun with this fingerprint."""
-    work = output.with_name(output.name + ".work")
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{work}: another run is at work there; wait for it, or choose another --out") from None
-        begun = work / "fingerprint.json"
-        if fresh:
-            for item in work.iterdir():
-                if item.name != "lock":
-                    shutil.rmtree(item) if item.is_dir() else item.unlink()
-        elif begun.exists() and (before := json.loads(begun.read_text())) != fingerprint:
-            changed = _changed(before, fingerprint)
-            raise UserError(f"{work}: was begun with another {changed}; --fresh starts over, --out DIR leaves it alone")
-        write_durably(begun, json.dumps(fingerprint))
-        yield work
-
-
-def _deliver(directory: Path, output: Path, recipe: Recipe, report: Any, fresh: bool) -> dict[str, Any]:
-    """Put the documents beside the checkpoint and give both their name."""
-    (directory / "recipe.yaml").write_text(recipe.yaml())
-    told = write_report(directory, report)
-    work = output.with_name(output.name + ".work")
-    if output.exists():
-        if not fresh:
-            raise UserError(f"{output}: appeared while this run was at work; it was left alone")
-        output.rename(work / "replaced")
-    publish(directory, output)
-    shutil.rmtree(work)
-    return told

