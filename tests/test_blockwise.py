@@ -40,6 +40,7 @@ def quantizer(checkpoint: Checkpoint, **changes: Any) -> Quantizer:
         "scale_dtype": torch.float16,
         "act_order": True,
         "dampening": 0.01,
+        "refine": 0,
         "pack": pack,
     }
     return Quantizer(**(settings | changes))

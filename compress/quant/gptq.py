@@ -56,16 +56,15 @@ def gptq(
     dampening: float = 0.01,
     block_size: int = 64,
     act_order: bool = True,
-    refine: int = 1,
+    refine: int = 0,
 ) -> tuple[QuantizedWeight, GptqReport]:
     """Round `weight_OI` so that its output, not its weights, changes least (arXiv 2210.17323).
 
     In turn each column is rounded, and e = (w_i − q_i) / U_ii is spread over the columns to come, w −= e·U_i, with
     H⁻¹ = UᵀU. With `act_order` the columns of largest E[x²] come first, while there is most room to pay; groups stay on
     the original columns ("static groups"), so that the stored layout does not change. Then `refine` times the scales
-    are fitted to the codes and the codes to the scales (see refine.py): 3 % less held-out error at the first, 0.5 % at
-    the second, but no gain in KL was seen (SmolLM2-135M, int4 symmetric g64: .129 with, .124 without, ± .004).
-    A row that fares worse than its RTN on `gram_II` is rounded to nearest instead.
+    are fitted to the codes and the codes to the scales (see refine.py): 3 % less held-out layer error, but no lower KL,
+    so none by default (docs/log.md). A row that fares worse than its RTN on `gram_II` is rounded to nearest instead.
 
     gram_II is E[xᵀx] [I, I]. Rows are independent: linears that share an input may be stacked. Where the Gram matrix is
     not finite, is zero, or cannot be factored at any dampening, the result is RTN and the report says so.

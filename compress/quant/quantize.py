@@ -40,6 +40,7 @@ class Quantizer:
     scale_dtype: torch.dtype
     act_order: bool
     dampening: float | None  # None: as much as the noise of the Gram matrix asks for
+    refine: int
     pack: Callable[[str, QuantizedWeight], dict[str, torch.Tensor]]
 
     @property
@@ -133,7 +134,14 @@ class Quantizer:
         else:
             dampening = self.dampening or dampening_for(stacked_OI.shape[1], statistics.tokens)
             whole, told = gptq(
-                stacked_OI, gram_II, scheme, scale_OG, zero_OG, dampening=dampening, act_order=self.act_order
+                stacked_OI,
+                gram_II,
+                scheme,
+                scale_OG,
+                zero_OG,
+                dampening=dampening,
+                act_order=self.act_order,
+                refine=self.refine,
             )
             report = {"dampening": told.dampening, "fallback": "rtn" if told.fallback else None}
         return dict(zip(weights, _split(whole, sizes), strict=True)), report
@@ -199,7 +207,7 @@ def codes_sha256(weight: QuantizedWeight) -> str:
     digest = hashlib.sha256()
     for tensor in (weight.codes_OI, weight.scale_OG, weight.zero_point_OG):
         if tensor is not None:
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
