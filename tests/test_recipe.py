@@ -53,6 +53,20 @@ def test_defaults_are_filled_in_and_written_back(tmp_path: Path) -> None:
         (("model: some/model\n", ""), "model: required, and missing"),
         (("calibration:", "calibratoin:"), "recipe: unknown key 'calibratoin'; .*did you mean 'calibration'"),
         (("stages:\n", "stages: {\n"), "not valid YAML"),
+        (("model: some/model\n", "model: a\nmodel: b\n"), "the key 'model' twice"),
+        (("bits: 4", "bits: 4, bits: 3"), "the key 'bits' twice"),
+        (("samples: 16", "samples: true"), "calibration.samples: must be a number, not True"),
+        (("samples: 16", f"seed: {10**80}"), "calibration.seed: Input should be less than"),
+        (("data: texts.jsonl", "data: []"), "calibration.data: must name at least one source"),
+        (("data: texts.jsonl", "data: ['']"), "calibration.data: must name at least one source"),
+        (("model: some/model", "model: ''"), "model: String should have at least 1 character"),
+        (("{data: texts.jsonl, samples: 16, sequence_length: 64}", "7"), "calibration: must be a section .* data, .*7"),
+        (("prose.txt, window: 128", "a, speed: 8"), "evaluate.speed: must be a section with the keys batch, .*, not 8"),
+        (("{method: gptq, bits: 4, group_size: 32}", "gptq"), r"stages\[0\].quantize: must be a section .* method"),
+        (
+            ("evaluate:", "  - quantize: {method: rtn}\nevaluate:"),
+            r"stages\[1\].quantize: the model is quantized already by stages\[0\]",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_the_nearest_name(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -90,11 +104,27 @@ def test_overrides_reach_any_key(tmp_path: Path) -> None:
         ("model.name=x", "'model' is a value, not a section"),
         ("calibration.sample=8", "unknown key 'sample'; .*did you mean 'samples'"),
         ("stages.3.quantize.bits=3", "no single item '3'"),
+        ("stages.quantize.ignore.0.x=1", "ignore: Input should be a valid list"),
     ],
 )
 def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_recipe(write(tmp_path, GOOD), (override,))
+
+
+def test_overrides_of_sections_that_are_empty_or_no_sections(tmp_path: Path) -> None:
+    empty = GOOD.replace("{method: gptq, bits: 4, group_size: 32}", "")
+    assert load_recipe(write(tmp_path, empty), ("stages.quantize.method=gptq",)).stages[0].settings.method == "gptq"
+    for setting, part in (("stages.0.bits=3", "0"), ("stages.0.quantize.bits=3", "0")):
+        with pytest.raises(UserError, match=f"'{part}' is a value, not a section"):
+            load_recipe(write(tmp_path, GOOD.replace("- quantize: {", "- word #")), (setting,))
+
+
+def test_yaml_merges_keep_their_meaning(tmp_path: Path) -> None:
+    """A key beside `<<` overrides the merged one; that is no key given twice."""
+    merged = GOOD.replace("{method: gptq, bits: 4,", "{<<: {method: rtn, bits: 3}, bits: 5,")
+    settings = load_recipe(write(tmp_path, merged)).stages[0].settings
+    assert (settings.method, settings.bits) == ("rtn", 5)
 
 
 def test_methods_that_need_data_say_so_without_it(tmp_path: Path) -> None:
