@@ -74,9 +74,12 @@ def test_every_token_is_counted_at_every_linear(checkpoint: Checkpoint, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("transform", "rounding"), [("none", "rtn"), ("none", "gptq"), ("awq", "rtn"), ("awq", "gptq")]
+    ("transform", "searched", "rounding"),
+    [("none", "minmax", "rtn"), ("none", "imatrix", "gptq"), ("awq", "gram", "rtn"), ("awq", "imatrix", "gptq")],
 )
-def test_batches_do_not_show(checkpoint: Checkpoint, tmp_path: Path, transform: str, rounding: str) -> None:
+def test_batches_do_not_show(
+    checkpoint: Checkpoint, tmp_path: Path, transform: str, searched: str, rounding: str
+) -> None:
     """Row 3: ragged sequences one by one or many at once give the same scales (to 1e-5) and the same codes.
 
     A user cannot set a batch size; this is the walk's own. float32 sums in another order may turn a tie between two
