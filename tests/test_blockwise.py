@@ -83,7 +83,8 @@ def test_batches_do_not_show(
     """Row 3: ragged sequences one by one or many at once give the same scales (to 1e-5) and the same codes.
 
     A user cannot set a batch size; this is the walk's own. float32 sums in another order may turn a tie between two
-    candidate ranges or two codes, so one in 500 may differ where data decide them, none for plain RTN.
+    candidate ranges or codes, and GPTQ carries a turned code on into the columns after it. So none may differ for plain
+    RTN, one in 500 where data decide ranges or codes, one in 50 where they decide scales, ranges and codes in turn.
     """
     runs = []
     for chunk_tokens in (1, 240):
@@ -98,7 +99,8 @@ def test_batches_do_not_show(
             close = torch.isclose(a[name].float(), b[name].float(), rtol=1e-5, atol=0)
             different += int((~close).sum())
             total += close.numel()
-    assert different <= (0 if searched == "minmax" else total / 500)
+    decided = {"minmax": 0, "imatrix": total / 500, "gram": total / 500}[searched]
+    assert different <= (total / 50 if (transform, rounding) == ("awq", "gptq") else decided)
 
 
 class Parts:
