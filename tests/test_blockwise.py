@@ -82,9 +82,9 @@ def test_batches_do_not_show(
 ) -> None:
     """Row 3: ragged sequences one by one or many at once give the same scales (to 1e-5) and the same codes.
 
-    A user cannot set a batch size; this is the walk's own. float32 sums in another order may turn a tie, and GPTQ carries
-    a turned code on into the columns and blocks after it: one in 50 may differ there, one in 500 where data decide ranges
-    alone, none for plain RTN.
+    A user cannot set a batch size; this is the walk's own. float32 sums in another order may turn a tie, and GPTQ
+    carries a turned code on into the columns and blocks after it: one in 50 may differ there, one in 500 where data
+    decide ranges alone, none for plain RTN.
     """
     runs = []
     for chunk_tokens in (1, 240):
