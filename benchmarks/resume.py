@@ -1,4 +1,4 @@
-"""Kill -9 a recipe's run at random moments, run it again each time, and compare the weights with an uninterrupted run's.
+"""Kill -9 a recipe's run at random moments, run it again each time, and compare the weights with a whole run's.
 
     python benchmarks/resume.py recipes/smollm2-135m-awq.yaml --kills 3
     python benchmarks/resume.py recipes/smollm2-135m-awq.yaml --kills 3 --reference out/smollm2-135m-awq
@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
