@@ -100,11 +100,7 @@ def _calibrate(recipe: Recipe, source: Source, spec: ModelSpec, reporter: Report
     settings = recipe.calibration
     if settings is None:
         return None
-    if settings.sequence_length > spec.max_positions:
-        raise UserError(
-            f"calibration.sequence_length: {settings.sequence_length} is beyond the model's "
-            f"max_position_embeddings {spec.max_positions}"
-        )
+    _check_length("calibration.sequence_length", settings.sequence_length, spec)
     reporter.say(f"calibration: reading {', '.join(settings.sources)}")
     calibration = calibrate_texts(
         settings.sources,
@@ -128,16 +124,18 @@ def _evaluation_text(recipe: Recipe, source: Source, spec: ModelSpec) -> Evaluat
     settings = recipe.evaluate
     if settings is None:
         return None
-    if settings.window > spec.max_positions:
-        raise UserError(
-            f"evaluate.window: {settings.window} is beyond the model's max_position_embeddings {spec.max_positions}"
-        )
+    _check_length("evaluate.window", settings.window, spec)
     if (speed := settings.speed) is not None:
         check_fits(Workload(max(speed.batch), speed.prompt, speed.output), spec.max_positions)
     data = recipe.calibration.sources if recipe.calibration else []
     text = read_evaluation_text(settings.text, settings.field, settings.window, settings.tokens, source.path, data)
     check_ids(text.ids, spec, "evaluate")
     return text
+
+
+def _check_length(where: str, length: int, spec: ModelSpec) -> None:
+    if length > spec.max_positions:
+        raise UserError(f"{where}: {length} is beyond the model's max_position_embeddings {spec.max_positions}")
 
 
 def _stage(

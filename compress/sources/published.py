@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-LLAMA2_13B = {
+LLAMA2_13B: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 32000,
@@ -22,7 +22,7 @@ LLAMA2_13B = {
     "torch_dtype": "float16",
 }
 
-LLAMA31_8B = {
+LLAMA31_8B: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128256,
@@ -45,7 +45,7 @@ LLAMA31_8B = {
     "torch_dtype": "bfloat16",
 }
 
-QWEN25_7B = {
+QWEN25_7B: dict[str, Any] = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": 152064,
