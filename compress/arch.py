@@ -6,6 +6,7 @@ differs. Anything that changes the mathematics is implemented or refused by name
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,68 +136,96 @@ class ModelSpec:
 def read_spec(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
     """Read a Hugging Face config, in the spelling of transformers 4 (`rope_scaling`, `torch_dtype`) or 5.
 
-    Raises UserError for a family, an activation or a rope type that is not implemented, naming those that are.
+    Raises UserError for a family, an activation or a rope type that is not implemented, naming those that are, and for
+    a value that is not what its key wants.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         hint = nearest(str(kind), FAMILIES)
         raise UserError(f"{where}: model_type {kind!r} is not supported; supported families: {SUPPORTED}{hint}")
     family = FAMILIES[kind]
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if not isinstance(config.get(key), int) or config[key] < 1:
-            raise UserError(f"{where}: {key} must be a positive integer, not {config.get(key)!r}")
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UserError(f"{where}: hidden_act {activation!r} is not supported; supported: silu")
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+    hidden, heads = _count(config, "hidden_size", where), _count(config, "num_attention_heads", where)
+    kv_heads = _count(config, "num_key_value_heads", where, heads)
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    layers = config["num_hidden_layers"]
+    head_dim = _count(config, "head_dim", where, max(hidden // heads, 1))
+    if head_dim % 2:
+        raise UserError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
+    layers = _count(config, "num_hidden_layers", where)
 
     def switch(rule: bool | str) -> bool:
         return bool(config.get(rule, False)) if isinstance(rule, str) else rule
 
     return ModelSpec(
         family=kind,
-        vocab=config["vocab_size"],
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
+        vocab=_count(config, "vocab_size", where),
+        hidden=hidden,
+        intermediate=_count(config, "intermediate_size", where),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        head_dim=head_dim,
+        norm_eps=_positive(config, "rms_norm_eps", where, 1e-6),
         rope=_read_rope(config, where),
-        max_positions=int(config.get("max_position_embeddings", 2048)),
+        max_positions=_count(config, "max_position_embeddings", where, 2048),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=switch(family.qkv_bias),
         o_bias=switch(family.o_bias),
         mlp_bias=switch(family.mlp_bias),
         qk_norm=family.qk_norm,
-        windows=_read_windows(config, family, layers),
+        windows=_read_windows(config, family, layers, where),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
     )
 
 
-def _read_windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if family.window is None or window is None:
+def _count(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{where}: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, where: str, default: float) -> float:
+    value = default if config.get(key) is None else config[key]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise UserError(f"{where}: {key} must be a positive number, not {value!r}")
+    return number
+
+
+def _read_windows(config: Mapping[str, Any], family: Family, layers: int, where: str) -> tuple[int | None, ...]:
+    if family.window is None or config.get("sliding_window") is None:
         return (None,) * layers
+    if family.window == "layer_types" and not config.get("use_sliding_window", False):
+        return (None,) * layers
+    window = _count(config, "sliding_window", where)
     if family.window == "all":
         return (window,) * layers
-    if not config.get("use_sliding_window", False):
-        return (None,) * layers
     types = config.get("layer_types")
     if types is None:
         first = config.get("max_window_layers", layers)
+        if not isinstance(first, int):
+            raise UserError(f"{where}: max_window_layers must be an integer, not {first!r}")
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise UserError(f"{where}: layer_types must be a list of {layers}, each one of: {', '.join(known)}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _read_rope(config: Mapping[str, Any], where: str) -> Rope:
-    scaling = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    scaling: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        stated = config.get(key) or {}
+        if not isinstance(stated, dict):
+            raise UserError(f"{where}: {key} must be an object, not {stated!r}")
+        scaling |= stated
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     known = ("default", "linear", "llama3", "yarn")
     if kind not in known:
@@ -208,16 +237,20 @@ def _read_rope(config: Mapping[str, Any], where: str) -> Rope:
             raise UserError(f"{where}: rope field {key!r} is not supported for {config['model_type']}")
     if kind != "default" and "factor" not in scaling:
         raise UserError(f"{where}: rope type {kind!r} needs 'factor'")
-    original = scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings", 2048)
+    longest = _count(config, "max_position_embeddings", where, 2048)
+
+    def positive(key: str, default: float) -> float:
+        return _positive(scaling, key, f"{where}: rope", default)
+
     return Rope(
-        theta=theta,
+        theta=positive("rope_theta", _positive(config, "rope_theta", where, 10000.0)),
         kind=kind,
-        factor=float(scaling.get("factor", 1.0)),
-        original_max_position=int(original),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=scaling.get("attention_factor"),
+        factor=positive("factor", 1.0),
+        original_max_position=_count(scaling, "original_max_position_embeddings", f"{where}: rope", longest),
+        low_freq_factor=positive("low_freq_factor", 1.0),
+        high_freq_factor=positive("high_freq_factor", 4.0),
+        beta_fast=positive("beta_fast", 32.0),
+        beta_slow=positive("beta_slow", 1.0),
+        attention_factor=None if scaling.get("attention_factor") is None else positive("attention_factor", 1.0),
         truncate=bool(scaling.get("truncate", True)),
     )

@@ -17,7 +17,7 @@ import torch
 
 from compress.arch import HEAD, ModelSpec
 from compress.errors import UserError
-from compress.shards import INDEX, check_index, read_config, shard_names
+from compress.shards import INDEX, check_index, read_config, read_object, shard_names
 from compress.sidecars import copy_sidecars
 from compress.tensorfile import (
     DTYPES,
@@ -40,6 +40,7 @@ __all__ = [
     "open_part",
     "publish",
     "read_config",
+    "read_object",
     "save_part",
     "write_checkpoint",
 ]

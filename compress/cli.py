@@ -167,7 +167,7 @@ def generate(
     engine = Engine.load(checkpoint, device=device)
     tokenizer = load_tokenizer(checkpoint)
     asked = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
-    ids = [encode_prompt(tokenizer, prompt) for prompt in asked]
+    ids = [encode_prompt(tokenizer, prompt, add_generation_prompt=chat) for prompt in asked]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     for prompt, completion in zip(prompts, engine.generate(ids, params), strict=True):
         click.echo(completion.text if chat else prompt + completion.text)

@@ -7,11 +7,11 @@ quantization; a missing one can cost far more.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from compress.checkpoint import read_object
 from compress.errors import UserError
 from compress.texts import Document, Message
 
@@ -22,18 +22,29 @@ class TemplateRefusal(UserError):
 
 def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a model directory, from its files alone. Raises UserError where there is none."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
+    config = directory / "tokenizer_config.json"
+    stated = {file.name: read_object(file) for file in (directory / "tokenizer.json", config) if file.is_file()}
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        if not (directory / "tokenizer.json").is_file():
+        if "tokenizer.json" not in stated:
             raise UserError(f"{directory}: no usable tokenizer; expected tokenizer.json") from error
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)  # an unknown architecture
-    config = directory / "tokenizer_config.json"
-    if config.is_file():  # transformers 5 forgets add_bos_token where there is a tokenizer.json
-        tokenizer.init_kwargs["add_bos_token"] = json.loads(config.read_text()).get("add_bos_token")
+        tokenizer = _from_tokenizer_json(directory)  # an architecture that transformers does not know
+    if config.name in stated:  # transformers 5 forgets add_bos_token where there is a tokenizer.json
+        tokenizer.init_kwargs["add_bos_token"] = stated[config.name].get("add_bos_token")
     return tokenizer
+
+
+def _from_tokenizer_json(directory: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        reason = " ".join(str(error).split())
+        raise UserError(f"{directory / 'tokenizer.json'}: not a usable tokenizer: {reason}") from error
 
 
 def wants_bos(tokenizer: Any) -> bool:
@@ -88,11 +99,16 @@ def encode_plain(
         picked = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) != chat]
         if not picked:
             continue
-        texts = [render(tokenizer, prompts[i], add_generation_prompt) for i in picked]
+        texts = [_paired(render(tokenizer, prompts[i], add_generation_prompt)) for i in picked]
         special = add_special_tokens and not chat
         ids = tokenizer(texts, add_special_tokens=special, truncation=False, verbose=False)["input_ids"]
         encoded.update(zip(picked, ids, strict=True))
     return [encoded[i] for i in range(len(prompts))]
+
+
+def _paired(text: str) -> str:
+    """Half a surrogate pair (JSON may hold one) is no character, and tokenizers refuse it: U+FFFD stands in for it."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def render(tokenizer: Any, prompt: Document, add_generation_prompt: bool = False) -> str:

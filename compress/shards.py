@@ -26,10 +26,15 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise UserError(f"{path}: no config.json, so not a checkpoint; the directory holds {_listing(path)}")
-    config = _read_json(file)
-    if not isinstance(config, dict):
-        raise UserError(f"{file}: must be a JSON object, not {type(config).__name__}")
-    return config
+    return read_object(file)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises UserError for one that does not."""
+    content = _read_json(file)
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: must be a JSON object, not {type(content).__name__}")
+    return content
 
 
 def _read_json(file: Path) -> Any:

@@ -8,7 +8,6 @@ Shapes: B sequences, S length, C hidden, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from compress.arch import ModelSpec
-from compress.checkpoint import read_config
+from compress.checkpoint import read_config, read_object
 from compress.errors import UserError
 from compress.runtime.batch import build_batch
 from compress.runtime.executor import Executor, find_device, load_executor
@@ -180,10 +179,18 @@ class Engine:
         return Completion(
             prompt_ids=request.token_ids[: request.prompt_length],
             token_ids=generated,
-            text=self.tokenizer.decode(shown, skip_special_tokens=True) if has_tokenizer(self.path) else "",
+            text=self._text(request.token_ids[: request.prompt_length], shown) if has_tokenizer(self.path) else "",
             finish_reason=request.finish_reason,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
         )
+
+    def _text(self, prompt: list[int], shown: list[int]) -> str:
+        """What the new tokens add to the prompt's text: alone, many tokenizers would drop their first space."""
+        before = self.tokenizer.decode(prompt, skip_special_tokens=True)
+        whole = self.tokenizer.decode(prompt + shown, skip_special_tokens=True)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self.tokenizer.decode(shown, skip_special_tokens=True)  # the prompt ends inside a character
 
     @torch.inference_mode()
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
@@ -201,12 +208,18 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def read_eos_ids(path: Path) -> frozenset[int]:
-    """The union of eos_token_id, a number or a list, in config.json and generation_config.json."""
-    sources = [read_config(path)]
+    """The union of eos_token_id, a number or a list, in config.json and generation_config.json.
+
+    Raises UserError for a file that is damaged, or an id that is no number.
+    """
+    sources = {path / "config.json": read_config(path)}
     if (path / "generation_config.json").is_file():
-        sources.append(json.loads((path / "generation_config.json").read_text(encoding="utf-8")))
+        sources[path / "generation_config.json"] = read_object(path / "generation_config.json")
     ids: set[int] = set()
-    for source in sources:
+    for file, source in sources.items():
         value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        stated = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) for token in stated):
+            raise UserError(f"{file}: eos_token_id must be a token id or a list of them, not {value!r}")
+        ids.update(stated)
     return frozenset(ids)

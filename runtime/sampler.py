@@ -45,8 +45,9 @@ def distribution(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor
     """
     if params.temperature == 0:
         return torch.zeros_like(logits_V).scatter(0, logits_V.argmax(-1, keepdim=True), 1.0)
-    # shifted first: a tiny temperature must not overflow
-    probs_V = torch.softmax((logits_V - logits_V.max()) / params.temperature, dim=-1)
+    # Shifted first, and the temperature held above float32's zero: a tiny one must give neither infinity nor 0 / 0.
+    temperature = max(params.temperature, torch.finfo(torch.float32).tiny)
+    probs_V = torch.softmax((logits_V - logits_V.max()) / temperature, dim=-1)
     return filter_probabilities(probs_V, params.top_k, params.top_p, params.min_p)
 
 

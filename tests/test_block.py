@@ -97,6 +97,33 @@ def test_what_would_change_the_mathematics_is_refused_by_name(
         read_spec(config | change)
 
 
+@pytest.mark.parametrize("nonsense", ["x", -1, 0, None, [1], {"a": 1}, 1.5, True, float("inf"), [[1]]])
+def test_nonsense_in_a_config_is_refused_or_means_the_default(tmp_path: Path, nonsense: Any) -> None:
+    """Row 38: whatever stands in a key, the answer is a spec or one line that names the key, never another error."""
+    config = json.loads((tiny_model(tmp_path / "model") / "config.json").read_text())
+    more = ("rope_scaling", "layer_types", "sliding_window", "max_window_layers", "rope_theta")
+    for family in ("llama", "mistral", "qwen2", "qwen3"):
+        whole = config | {"model_type": family, "use_sliding_window": True, "sliding_window": 8}
+        for key in [*config, *more]:
+            refused_or_read(whole | {key: nonsense}, key)
+    for key in ("rope_type", "factor", "original_max_position_embeddings", "attention_factor", "rope_theta"):
+        scaling = {"rope_type": "yarn", "factor": 2.0}
+        refused_or_read(config | {"rope_parameters": scaling | {key: nonsense}}, key.replace("rope_type", "rope type"))
+
+
+def refused_or_read(config: dict[str, Any], key: str) -> None:
+    told = ""
+    try:
+        spec = read_spec(config)
+    except UserError as error:
+        told = str(error)
+    else:
+        assert spec.head_dim % 2 == 0
+        assert len(spec.windows) == spec.layers
+    assert not told or any(name in told for name in (key, "num_attention_heads", "head_dim"))
+    assert "\n" not in told
+
+
 def test_old_and_new_spellings_of_a_config_agree(tmp_path: Path) -> None:
     config = json.loads((tiny_model(tmp_path / "model", rope_parameters=LLAMA3) / "config.json").read_text())
     old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}

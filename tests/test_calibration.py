@@ -256,6 +256,13 @@ def test_evaluation_takes_no_more_than_asked(tmp_path: Path) -> None:
     assert len(hashes) == 2
 
 
+def test_one_window_at_least_is_drawn_from_short_texts(tmp_path: Path) -> None:
+    """Asking for fewer tokens than a window holds means one window, not too short a text."""
+    source = read_texts(_texts(tmp_path / "d.jsonl", [20] * 400))
+    got = evaluation_windows(source, _tokenizer(tmp_path / "t"), 512, 10)
+    assert (got.facts.windows, got.facts.tokens) == (1, 511 if got.facts.bos.startswith("one") else 512)
+
+
 def test_overlap_is_exact(tmp_path: Path) -> None:
     """One calibration text shares 30 of 113 characters with the evaluation: 18 of its 101 runs of 13."""
     tokenizer = _tokenizer(tmp_path / "t", post=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,56 @@ def test_generate_continues_several_prompts(result: Path) -> None:
         again[1]
         == run_cli("generate", result, "--prompt", "xyz", "--max-tokens", 5, "--temperature", 0.8, "--seed", 4)[1]
     )
+
+
+def test_a_chat_prompt_asks_for_the_assistants_turn(tmp_path: Path, result: Path) -> None:
+    """Prompt and template together give what the same text gives as a plain prompt."""
+    directory = shutil.copytree(result, tmp_path / "chatty")
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+    )
+    asked = run_cli("generate", directory, "--prompt", "hi", "--chat", "--max-tokens", "8")
+    spelled = run_cli("generate", directory, "--prompt", "[user]hi[me]", "--max-tokens", "8")
+    assert asked[0] == spelled[0] == 0
+    assert "[user]hi[me]" + asked[1] == spelled[1]
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "\x00"])
+def test_a_damaged_tokenizer_is_one_line(tmp_path: Path, result: Path, file: str, content: str) -> None:
+    directory = shutil.copytree(result, tmp_path / "broken")
+    (directory / file).write_text(content)
+    code, _, err = run_cli("generate", directory, "--prompt", "x", "--max-tokens", "1")
+    if (file, content) == ("tokenizer_config.json", "{}"):
+        assert code == 0
+    else:
+        assert code == 2
+        assert str(directory) in one_line(err)
+
+
+def test_half_a_surrogate_pair_is_a_replacement_character(result: Path) -> None:
+    code, _, err = run_cli("generate", result, "--prompt", "a\ud83d", "--max-tokens", "1")
+    assert "Traceback" not in err
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        "x",
+        [1],
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {}}},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"targets": "x"}}},
+    ],
+)
+def test_a_damaged_quantization_config_is_one_line(tmp_path: Path, stated: object) -> None:
+    source = tiny_model(tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    code, _, err = run_cli("inspect", source)
+    assert code == 2
+    assert "quantization_config" in one_line(err)
 
 
 def test_eval_alone_and_against_a_baseline(tmp_path: Path, result: Path) -> None:

@@ -28,10 +28,12 @@ _METHOD_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gp
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """What config.json says the weights were quantized with; None for a dense model."""
+    """What config.json says the weights were quantized with; None for a dense model. Raises UserError for nonsense."""
     quantization = config.get("quantization_config") or config.get("compression_config")
     if not quantization:
         return None
+    if not isinstance(quantization, Mapping):
+        raise UserError(f"config.json: quantization_config must be an object, not {quantization!r}")
     return str(quantization.get("quant_method") or "an unnamed method")
 
 

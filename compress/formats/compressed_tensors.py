@@ -150,6 +150,8 @@ def read_schemes(quantization: Mapping[str, Any], where: str = "config.json") ->
     targets: dict[str, Scheme] = {}
     for name, group in groups.items():
         place = f"{where}: quantization_config.config_groups.{name}"
+        if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
+            raise UserError(f"{place}: must be an object with a list of targets, not {group!r}")
         form = group.get("format") or quantization.get("format")
         if form != FORMAT:
             raise UserError(f"{place}: format {form!r} is not supported; supported: {FORMAT}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint import Checkpoint, read_config
+from compress.checkpoint import Checkpoint, read_config, read_object
 from compress.errors import UserError, nearest
 from compress.sources import gguf, hub, wheel
 from compress.sources.cache import cache_directory, cached, sha256_of
@@ -62,7 +62,7 @@ def resolve_config(model: str, cache: Path | None = None) -> dict[str, Any]:
     if path.is_dir():
         return read_config(path)
     if path.is_file() and path.suffix == ".json":
-        return read_config(path.parent) if path.name == "config.json" else _read_object(path)
+        return read_config(path.parent) if path.name == "config.json" else read_object(path)
     if path.is_file():
         return gguf.config_of(_require_gguf(path))
     if model in PUBLISHED:
@@ -81,16 +81,6 @@ def _require_gguf(path: Path) -> Path:
     if path.suffix.lower() != ".gguf":
         raise UserError(f"{path}: a file, but not *.gguf; accepted: {ACCEPTED}")
     return path
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object, not {type(content).__name__}")
-    return content
 
 
 def _hub_id(model: str, path: Path) -> tuple[str, str | None]:

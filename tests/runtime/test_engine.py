@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from compress.errors import UserError
 from compress.runtime.engine import Completion, Engine, SamplingParams
@@ -159,6 +162,30 @@ def test_stops_on_the_union_of_eos_ids(directory: Path, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
     assert plain.generate(prompt, params)[0].finish_reason == "stop"
     assert plain.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True))[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, null]}'])
+def test_a_damaged_generation_config_is_named(directory: Path, tmp_path: Path, content: str) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(directory, source)
+    (source / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"generation_config\.json: "):
+        Engine.load(source)
+
+
+def test_a_continuation_keeps_its_first_space(directory: Path, tmp_path: Path) -> None:
+    """As SentencePiece tokenizers spell it: a word begins with its space, which decoding at a text's start drops."""
+    source = tmp_path / "model"
+    shutil.copytree(directory, source)
+    words = {"<unk>": 0, **{f"\u2581w{i}": i for i in range(1, 256)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(source)
+    engine = Engine.load(source)
+    done = engine.generate(["w5 w6"], SamplingParams(max_tokens=3, ignore_eos=True))[0]
+    assert done.prompt_ids == [5, 6]
+    assert done.text == "".join(f" w{i}" for i in done.token_ids)
 
 
 def test_strings_are_encoded_by_the_tokenizer(directory: Path) -> None:

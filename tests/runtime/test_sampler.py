@@ -57,7 +57,9 @@ def test_temperature_scales_logits_and_zero_is_greedy() -> None:
         distribution(logits_V, SamplingParams(temperature=2.0)), torch.softmax(logits_V / 2, dim=-1)
     )
     assert distribution(logits_V, SamplingParams()).tolist() == [0, 1, 0]
-    torch.testing.assert_close(distribution(logits_V, SamplingParams(temperature=1e-30)), torch.tensor([0.0, 1.0, 0.0]))
+    for tiny in (1e-30, 1e-300, 5e-324):  # the last two are zero in float32
+        assert distribution(logits_V, SamplingParams(temperature=tiny)).tolist() == [0, 1, 0]
+    torch.testing.assert_close(distribution(logits_V, SamplingParams(temperature=1e300)), torch.full((3,), 1 / 3))
 
 
 @pytest.mark.parametrize(
