@@ -58,8 +58,13 @@ class Statistics:
 
     def gram(self) -> torch.Tensor:
         """H = Σ xᵀx / tokens [I, I], symmetric, float32."""
-        upper_II = self.gram_sum_II.triu()
-        return (upper_II + upper_II.triu(1).T) / max(self.tokens, 1)
+        gram_II = self.gram_sum_II / max(self.tokens, 1)
+        for start in range(0, len(gram_II), _PANEL):  # mirrored panel by panel: no second matrix is made
+            stop = start + _PANEL
+            square = gram_II[start:stop, start:stop]
+            square.copy_(square.triu() + square.triu(1).T)
+            gram_II[start:stop, :start] = gram_II[:start, start:stop].T
+        return gram_II
 
     def mean_square(self) -> torch.Tensor:
         """E[x²] of each feature [I]: the diagonal of the Gram matrix."""

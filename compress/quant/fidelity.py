@@ -12,7 +12,7 @@ from compress.quant.ranges import find_range
 from compress.quant.rtn import round_to_nearest
 from compress.quant.scheme import Scheme
 
-_ROWS = 8192  # at once: bounds memory for a head of 100,000 rows
+_ROWS = 1024  # at once: bounds memory
 
 
 def relative_errors(

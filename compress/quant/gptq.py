@@ -15,7 +15,7 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 
 _DAMPENING_STEP = 10.0  # from 0.01 this is 0.01, 0.1, 1
 _DAMPENING_LIMIT = 1.0
-_ROWS = 8192  # rounded at once: bounds memory for a head of 100,000 rows
+_ROWS = 2048  # rounded at once: bounds memory
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,13 @@ def gptq(
     order_I = torch.arange(len(dead_I), device=gram_II.device)
     if act_order:
         order_I = torch.argsort(diagonal_I, descending=True, stable=True)
-    factor = _inverse_factor(gram_II[order_I][:, order_I], dampening) if torch.isfinite(gram_II).all() else None
+    factor = _inverse_factor(gram_II, order_I, dampening) if torch.isfinite(diagonal_I).all() else None
     if factor is None:
         return rounded, GptqReport(None, True, dead_columns)
     upper_II, used = factor
-    dampened_II = gram_II + torch.diag(torch.full_like(diagonal_I, used * float(diagonal_I.mean())))
+    dampened_II = gram_II
+    if refine:
+        dampened_II = gram_II + torch.diag(torch.full_like(diagonal_I, used * float(diagonal_I.mean())))
 
     def round_rows(rows_OI: torch.Tensor, plain: QuantizedWeight) -> QuantizedWeight:
         codes_OI = _round_in_order(rows_OI, upper_II, order_I, plain, block_size)
@@ -124,28 +126,40 @@ def _better_rows(
     return QuantizedWeight(found.scheme, codes_OI, scale_OG, found.zero_point_OG)
 
 
-def _inverse_factor(gram_II: torch.Tensor, dampening: float) -> tuple[torch.Tensor, float] | None:
-    """Upper U with H⁻¹ = UᵀU for H = gram + d·mean(diag)·1, and the d that was needed; None if none will do.
+def _inverse_factor(
+    gram_II: torch.Tensor, order_I: torch.Tensor, dampening: float
+) -> tuple[torch.Tensor, float] | None:
+    """Upper U with H⁻¹ = UᵀU for the ordered H = gram + d·mean(diag)·1, and the d that worked; None if none will do.
 
     With J the reversal, JHJ = LLᵀ gives U = (JLJ)⁻¹: one Cholesky and one triangular inverse, and H⁻¹ is never formed.
     """
     mean = float(gram_II.diagonal().mean())
     if mean <= 0:
         return None
+    reversed_I = order_I.flip(0)
     while dampening <= _DAMPENING_LIMIT:
         for dtype in (torch.float32, torch.float64):
-            flipped_II = gram_II.to(dtype).flip(0, 1)
-            flipped_II.diagonal().add_(dampening * mean)
-            lower_II, failed = torch.linalg.cholesky_ex(flipped_II)
-            if failed:
-                continue
-            identity_II = torch.eye(len(gram_II), dtype=dtype, device=gram_II.device)
-            inverse_II = torch.linalg.solve_triangular(lower_II, identity_II, upper=False)
-            upper_II = inverse_II.flip(0, 1).float().contiguous()
-            if torch.isfinite(upper_II).all() and (upper_II.diagonal() > 0).all():
+            upper_II = _reversed_inverse(gram_II, reversed_I, dampening * mean, dtype)
+            if upper_II is not None and torch.isfinite(upper_II).all() and (upper_II.diagonal() > 0).all():
                 return upper_II, dampening
         dampening = max(dampening, 1e-3) * _DAMPENING_STEP
     return None
+
+
+def _reversed_inverse(
+    gram_II: torch.Tensor, reversed_I: torch.Tensor, added: float, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """(JLJ)⁻¹ in float32, or None where the Cholesky fails. Matrices are dropped as soon as the next one stands."""
+    work_II = gram_II.index_select(0, reversed_I).index_select(1, reversed_I).to(dtype)
+    work_II.diagonal().add_(added)
+    lower_II, failed = torch.linalg.cholesky_ex(work_II)
+    if failed:
+        return None
+    inverse_II = work_II.zero_()
+    inverse_II.fill_diagonal_(1)
+    inverse_II = torch.linalg.solve_triangular(lower_II, inverse_II, upper=False)
+    del lower_II, work_II
+    return inverse_II.flip(0, 1).float().contiguous()
 
 
 def _round_in_order(
