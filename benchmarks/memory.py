@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -51,7 +52,8 @@ def build(directory: Path, hidden: int, intermediate: int, layers: int) -> int:
         name: LazyTensor(torch.float32, shape, lambda shape=shape: filled(shape))
         for name, shape in read_spec(config).tensors().items()
     }
-    write_checkpoint(directory, tensors, config, None, max_shard_bytes=140_000_000)
+    total = sum(4 * math.prod(shape) for shape in read_spec(config).tensors().values())
+    write_checkpoint(directory, tensors, config, None, max_shard_bytes=total // 9)
     checkpoint = Checkpoint.open(directory)
     shards = len(list(directory.glob("*.safetensors")))
     assert shards >= 8, shards

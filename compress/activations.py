@@ -10,7 +10,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-RESIDENT_BYTES = 16 << 20  # a larger file's pages are given back after each use; the page cache may still hold them
+RESIDENT_BYTES = 4 << 20  # a larger file's pages are given back after each use; the page cache may still hold them
 
 
 class Activations:
