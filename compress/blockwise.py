@@ -27,6 +27,7 @@ from compress.activations import Activations
 from compress.arch import EMBEDDING, FINAL_NORM, HEAD, TAPS, ModelSpec, Tap, block_prefix
 from compress.block import BlockForward
 from compress.checkpoint import Checkpoint, save_part
+from compress.errors import RunError
 from compress.flow import Collector, Flow, Observation, Tokens
 from compress.kernels.norm import rms_norm
 from compress.progress import Phase, Reporter
@@ -246,7 +247,10 @@ class Walk:
         return HeadBlock(self._read(name), self._read(f"{FINAL_NORM}.weight"), self.spec.norm_eps, flow)
 
     def _read(self, name: str) -> torch.Tensor:
-        return self.checkpoint.read(name).to(self.device, torch.float32)
+        tensor = self.checkpoint.read(name).to(self.device, torch.float32)
+        if not all(torch.isfinite(end) for end in torch.aminmax(tensor)):  # a NaN is both ends; needs no copy
+            raise RunError(f"{self.checkpoint.path}: {name} holds a number that is not finite; the model is damaged")
+        return tensor
 
     def _flow(self, index: int, last: bool, phase: Phase) -> Flow | None:
         if self.tokens is None:

@@ -73,9 +73,12 @@ def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = F
         for index, stage in enumerate(recipe.stages):
             directory, record = _stage(index, stage, directory, place.path, calibration, reporter, device)
             records.append(record)
-        reporter.say("verify: reading the checkpoint back")
         original = _source_of_last(source, place.path, len(records))
-        verified = verify(directory, original, records[-1]["layers"], _probe(spec))
+        with reporter.phase("verify", 1) as phase:
+            verified = verify(directory, original, records[-1]["layers"], _probe(spec))
+            phase.advance(note="files read back")
+        if verified.engine_matches_reference is None:
+            reporter.say("warning: the runtime was not checked: the model in float32 does not fit into memory")
         evaluation = evaluate_pair(source.path, directory, recipe.evaluate, text, calibration, reporter, device)
         report = build_report(
             recipe=recipe,
@@ -102,16 +105,18 @@ def _calibrate(recipe: Recipe, source: Source, spec: ModelSpec, reporter: Report
         return None
     _check_length("calibration.sequence_length", settings.sequence_length, spec)
     reporter.say(f"calibration: reading {', '.join(settings.sources)}")
-    calibration = calibrate_texts(
-        settings.sources,
-        settings.samples,
-        settings.sequence_length,
-        settings.seed,
-        settings.pack,
-        source.path,
-        field=settings.field,
-        evaluation=recipe.evaluate.text if recipe.evaluate else None,
-    )
+    with reporter.phase("calibration", 1) as phase:
+        calibration = calibrate_texts(
+            settings.sources,
+            settings.samples,
+            settings.sequence_length,
+            settings.seed,
+            settings.pack,
+            source.path,
+            field=settings.field,
+            evaluation=recipe.evaluate.text if recipe.evaluate else None,
+        )
+        phase.advance()
     check_ids(calibration.ids_T, spec, "calibration")
     facts = calibration.facts
     reporter.say(f"calibration: {facts.samples} samples, {facts.tokens} tokens, sha256 {facts.sha256[:12]}")

@@ -71,7 +71,9 @@ def quantize(run: StageRun, settings: QuantizeSettings) -> dict[str, Any]:
     if HEAD in schemes:
         config["tie_word_embeddings"] = False  # a quantized head is a tensor of its own
     parts = walk.parts(spec.layers + quantizer.wants_head)
-    write_checkpoint(run.output, merged(checkpoint, spec, changes, parts), config, run.source)
+    with run.reporter.phase("write", 1) as phase:
+        write_checkpoint(run.output, merged(checkpoint, spec, changes, parts), config, run.source)
+        phase.advance()
     return {"layers": changes.layers, "transforms": changes.transforms, "method": method.model_dump()}
 
 

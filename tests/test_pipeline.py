@@ -143,6 +143,42 @@ def test_dead_channels_and_vanishing_rows_stay_finite(tmp_path: Path) -> None:
                 assert torch.isfinite(stored.scale_OG.float()).all()
 
 
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+@pytest.mark.parametrize("tensor", ["model.layers.1.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, damage: float, tensor: str) -> None:
+    """Rounded to codes, such a number would pass for any other."""
+    from safetensors.torch import load_file, save_file
+
+    source = tiny_model(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors[tensor].view(-1)[3] = damage
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    code, _, err = run_cli("run", write_recipe(tmp_path, source, method="rtn"))
+    assert code == 1
+    assert f"failed: {source}: {tensor} holds a number that is not finite" in err
+
+
+def test_what_stays_is_compared_and_a_model_beyond_memory_is_not_loaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 5: verification must not undo the bounded memory of the walk."""
+    from compress import verify
+    from compress.errors import RunError
+
+    directory = compressed(tmp_path)
+    layers = report_of(directory)["stages"][0]["layers"]
+    monkeypatch.setattr(verify, "available_bytes", lambda: 1000)
+    found = verify.verify(directory, tmp_path / "model", layers, token_ids())
+    assert (found.reload_bit_equal, found.engine_matches_reference, found.largest_difference) == (True, None, None)
+    shard = directory / "model-00001-of-00001.safetensors"
+    stored = Checkpoint.open(directory).ref("model.embed_tokens.weight")
+    content = bytearray(shard.read_bytes())
+    content[stored.stop - 1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(RunError, match=r"model\.embed_tokens\.weight was to stay as it is"):
+        verify.verify(directory, tmp_path / "model", layers, token_ids())
+
+
 def test_ignored_linears_keep_their_bytes_and_the_config_says_so(tmp_path: Path) -> None:
     """Row 16: per-channel GPTQ, one block and the head left alone; the reference parser accepts the config."""
     from compressed_tensors.quantization import QuantizationConfig

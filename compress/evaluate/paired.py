@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from compress.arch import ModelSpec, read_spec
@@ -22,6 +21,7 @@ from compress.evaluate.environment import versions
 from compress.evaluate.perplexity import check_settings, compare_records, evaluate_checkpoint, evaluation_settings
 from compress.evaluate.speed import EngineArm, Workload, measure
 from compress.heldout import EvaluationText, evaluation_source, evaluation_windows, overlap
+from compress.memory import available_bytes
 from compress.progress import Phase, Reporter
 from compress.recipe import EvaluateSettings
 from compress.runtime.engine import Engine
@@ -206,7 +206,7 @@ def _too_large(baseline: Path, compressed: Path, device: str) -> str | None:
     for path in (baseline, compressed):
         spec = read_spec(Checkpoint.open(path).config)
         need += 4 * sum(torch.Size(shape).numel() for shape in spec.tensors().values())
-    free = psutil.virtual_memory().available
+    free = available_bytes()
     if need < free:
         return None
     return (
