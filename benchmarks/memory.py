@@ -75,7 +75,7 @@ def child(source: Path, place: Path, samples: int, sequence: int) -> None:
     ids = torch.randint(VOCAB, (samples * sequence,), generator=torch.Generator().manual_seed(0))
     calibration = Calibration(ids, (sequence,) * samples, None)  # type: ignore[arg-type]  # the stage reads no facts
     run = StageRun(source, place / "out", place / "walk", calibration, Reporter())
-    quantize(run, QuantizeSettings(method="gptq", group_size=128))
+    quantize(run, QuantizeSettings.model_validate({"method": "gptq", "group_size": 128}))
     print(json.dumps({"imports": imports, "above": peak_bytes() - imports}))
 
 

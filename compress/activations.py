@@ -48,7 +48,7 @@ class Activations:
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Store `rows` [n, width] from row `start` on."""
         # Not through the map: the kernel then copies at once instead of faulting in page after page.
-        left = memoryview(rows.detach().to("cpu", torch.float32).contiguous().numpy()).cast("B")
+        left = rows.detach().to("cpu", torch.float32).contiguous().numpy().data.cast("B")
         offset = start * self._row_bytes
         while left:
             done = os.pwrite(self._file, left, offset)

@@ -54,7 +54,7 @@ def write_recipe(place: Path, model: object, evaluate: bool = False, **quantize:
 def compressed(place: Path, family: str = "llama", model: dict[str, Any] | None = None, **quantize: Any) -> Path:
     """A tiny model of `family`, quantized by the command line; the output directory. The source is place/model."""
     # Qwen's tokenizer class adds a special token to the 256 bytes.
-    vocabulary = {"vocab_size": 272} if family.startswith("qwen") else {}
+    vocabulary: dict[str, Any] = {"vocab_size": 272} if family.startswith("qwen") else {}
     source = tiny_model(place / "model", family, **(vocabulary | (model or {})))
     code, _, err = run_cli("run", write_recipe(place, source, **quantize))
     assert code == 0, err

@@ -187,7 +187,7 @@ def test_ignored_linears_keep_their_bytes_and_the_config_says_so(tmp_path: Path)
     directory = compressed(tmp_path, group_size=-1, ignore=ignore)
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
     parsed = QuantizationConfig.model_validate(config)
-    group = parsed.config_groups["group_0"]
+    group: Any = parsed.config_groups["group_0"]
     assert group.weights is not None
     assert (group.weights.strategy, group.weights.actorder) == ("channel", None)
     source, stored = Checkpoint.open(tmp_path / "model"), Checkpoint.open(directory)
