@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compress import __version__
 from compress.arch import ModelSpec, read_spec
 from compress.blockwise import write_durably
 from compress.calibration import Calibration, calibrate_texts
@@ -63,6 +64,7 @@ def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = F
         "model": checkpoint.fingerprint(),
         "recipe": recipe.weights_sha256(),
         "data": calibration.facts.sha256 if calibration else None,
+        "tool": f"{__version__} on {device}",  # another one may round another way
     }
     if standing is not None and not fresh and not begun_replacing(output, fingerprint):
         _require_same(standing, output, recipe, fingerprint)
