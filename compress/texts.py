@@ -86,19 +86,13 @@ def _read_file(source: str, path: Path, field: str | None) -> TextSource:
         raise UserError(f"data {source!r}: unknown kind of file; accepted: {ACCEPTED}")
     if not path.is_file():
         raise UserError(f"data {source!r}: no such file")
+    from compress.sources.cache import sha256_of  # loads torch
+
     try:
         documents, skipped = _documents(source, READERS[suffix](source, path, field), field)
     except UnicodeDecodeError as error:
         raise UserError(f"data {source!r}: not UTF-8 text (byte {error.start})") from error
-    return _source(source, suffix[1:], documents, _sha256(path), skipped)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+    return _source(source, suffix[1:], documents, sha256_of(path), skipped)
 
 
 def _source(name: str, kind: str, documents: list[Document], sha256: str, skipped: Counter[str]) -> TextSource:

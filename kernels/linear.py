@@ -33,6 +33,10 @@ class Linear(Protocol):
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor: ...
 
 
+def _nbytes(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> int:
+    return weight_OI.nbytes + (0 if bias_O is None else bias_O.nbytes)
+
+
 @dataclass(frozen=True)
 class DenseLinear:
     """The reference, and the fast path of a GPU: one GEMM."""
@@ -42,7 +46,7 @@ class DenseLinear:
 
     @property
     def nbytes(self) -> int:
-        return self.weight_OI.nbytes + (self.bias_O.nbytes if self.bias_O is not None else 0)
+        return _nbytes(self.weight_OI, self.bias_O)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TI, self.weight_OI, self.bias_O)
@@ -57,7 +61,7 @@ class DenseLinearCPU:
 
     @property
     def nbytes(self) -> int:
-        return self.weight_OI.nbytes + (self.bias_O.nbytes if self.bias_O is not None else 0)
+        return _nbytes(self.weight_OI, self.bias_O)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         if not 1 < x_TI.shape[0] <= FEW_ROWS:
