@@ -1,9 +1,11 @@
-"""Causal attention with grouped KV heads and sliding windows: over a paged cache, and over whole sequences.
+"""Causal attention with grouped KV heads: over a paged cache, and over whole sequences.
 
-A query at position p sees the keys at positions ≤ p, and > p − window where there is one.
+A query at position p sees the keys at positions ≤ p, and > p − window where there is one. Scores are q·k · scale; a
+soft cap c makes them c · tanh(score / c) (Gemma 2, arXiv 2408.00118). A sink is one more logit of each head in the
+softmax's denominator, without a value (gpt-oss, arXiv 2508.10925).
 
 Shapes: T tokens of a flat batch, H query heads, K KV heads, G = H/K, D head dim, P pages, N requests, L new tokens of a
-request, S keys, B sequences.
+request, S keys (slots of a page in PSKD and PSK), R rows of one product, B sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +16,23 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from compress.kernels.kv import Pages, dequantize
+
 FOLDED_ROWS = 16  # up to so many new tokens the query heads of a KV head become rows of one product
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """What differs between layers and models."""
+
+    window: int | None = None
+    scale: float | None = None  # None: 1/√D
+    soft_cap: float | None = None
+    sinks_H: torch.Tensor | None = None
+
+    @property
+    def is_plain_softmax(self) -> bool:
+        return self.soft_cap is None and self.sinks_H is None
 
 
 @dataclass(frozen=True)
@@ -52,16 +70,13 @@ class PagedAttention:
         self._queries = queries
         self._plans: dict[int | None, list[Span]] = {}
 
-    def __call__(
-        self, q_THD: torch.Tensor, keys_PSKD: torch.Tensor, values_PSKD: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
+    def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor:
+        """[T, H, D] in the dtype of q. Quantized pages are dequantized to that dtype."""
+        window = options.window
         if window not in self._plans:
-            group = q_THD.shape[1] // keys_PSKD.shape[2]
+            group = q_THD.shape[1] // pages.keys_PSKD.shape[2]
             self._plans[window] = plan_spans(self._queries, window, group, q_THD.dtype, q_THD.device)
-        parts = [
-            _attend_span(q_THD[span.tokens], _gather(keys_PSKD, span), _gather(values_PSKD, span), span)
-            for span in self._plans[window]
-        ]
+        parts = [_attend_span(q_THD[span.tokens], pages, span, options) for span in self._plans[window]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -159,27 +174,80 @@ def _visible(
     return visible_NLS
 
 
-def _gather(cache_PSKD: torch.Tensor, span: Span) -> torch.Tensor:
-    """[N, K, S, D]: a view where the pages are consecutive, else a copy."""
-    pages = cache_PSKD[span.pages] if isinstance(span.pages, slice) else cache_PSKD.index_select(0, span.pages)
-    kv_heads, head_dim = cache_PSKD.shape[2:]
-    return pages.view(span.requests, -1, kv_heads, head_dim)[:, : span.keys].transpose(1, 2)
+def gather(cache_PSX: torch.Tensor, span: Span) -> torch.Tensor:
+    """[N, S, ...]: a view where the pages are consecutive, else a copy."""
+    pages = cache_PSX[span.pages] if isinstance(span.pages, slice) else cache_PSX.index_select(0, span.pages)
+    return pages.reshape(span.requests, -1, *cache_PSX.shape[2:])[:, : span.keys]
 
 
-def _attend_span(q_THD: torch.Tensor, k_NKSD: torch.Tensor, v_NKSD: torch.Tensor, span: Span) -> torch.Tensor:
+def _gather_heads(
+    cache_PSKD: torch.Tensor, scales_PSK: torch.Tensor | None, span: Span, dtype: torch.dtype
+) -> torch.Tensor:
+    """[N, K, S, D]"""
+    x_NSKD = gather(cache_PSKD, span)
+    if scales_PSK is not None:
+        x_NSKD = dequantize(x_NSKD, gather(scales_PSK, span), dtype)
+    return x_NSKD.transpose(1, 2)
+
+
+def _attend_span(q_THD: torch.Tensor, pages: Pages, span: Span, options: AttentionOptions) -> torch.Tensor:
     heads, head_dim = q_THD.shape[1:]
+    k_NKSD = _gather_heads(pages.keys_PSKD, pages.key_scales_PSK, span, q_THD.dtype)
+    v_NKSD = _gather_heads(pages.values_PSKD, pages.value_scales_PSK, span, q_THD.dtype)
     kv_heads = k_NKSD.shape[1]
     q_NLHD = q_THD.view(span.requests, span.length, heads, head_dim)
     if not span.folded:
-        out_NHLD = F.scaled_dot_product_attention(
-            q_NLHD.transpose(1, 2), k_NKSD, v_NKSD, attn_mask=span.mask_N1RS, is_causal=span.causal, enable_gqa=True
+        sinks_H1 = None if options.sinks_H is None else options.sinks_H[:, None]
+        out_NHLD = _softmax_attention(
+            q_NLHD.transpose(1, 2), k_NKSD, v_NKSD, span.mask_N1RS, span.causal, options, sinks_H1
         )
         return out_NHLD.transpose(1, 2).reshape(-1, heads, head_dim)
     rows = (span.requests, kv_heads, -1, head_dim)
     q_NKRD = q_NLHD.view(span.requests, span.length, kv_heads, -1, head_dim).transpose(1, 2).reshape(rows)
-    out_NKRD = F.scaled_dot_product_attention(q_NKRD, k_NKSD, v_NKSD, attn_mask=span.mask_N1RS)
+    sinks_KR = None if options.sinks_H is None else options.sinks_H.view(kv_heads, -1).repeat(1, span.length)
+    out_NKRD = _softmax_attention(q_NKRD, k_NKSD, v_NKSD, span.mask_N1RS, False, options, sinks_KR)
     out_NLKGD = out_NKRD.view(span.requests, kv_heads, span.length, -1, head_dim).transpose(1, 2)
     return out_NLKGD.reshape(-1, heads, head_dim)
+
+
+def _softmax_attention(
+    q_NHRD: torch.Tensor,
+    k_NKSD: torch.Tensor,
+    v_NKSD: torch.Tensor,
+    mask_N1RS: torch.Tensor | None,
+    causal: bool,
+    options: AttentionOptions,
+    sinks_HR: torch.Tensor | None,
+) -> torch.Tensor:
+    """[N, H, R, D]; the sinks are [H, R] or [H, 1]."""
+    if options.is_plain_softmax:
+        return F.scaled_dot_product_attention(
+            q_NHRD,
+            k_NKSD,
+            v_NKSD,
+            attn_mask=mask_N1RS,
+            is_causal=causal,
+            scale=options.scale,
+            enable_gqa=q_NHRD.shape[1] != k_NKSD.shape[1],
+        )
+    group = q_NHRD.shape[1] // k_NKSD.shape[1]
+    k_NHSD, v_NHSD = (x.repeat_interleave(group, dim=1) for x in (k_NKSD, v_NKSD))
+    scale = q_NHRD.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores_NHRS = (q_NHRD @ k_NHSD.mT).float() * scale
+    if options.soft_cap is not None:
+        scores_NHRS = options.soft_cap * torch.tanh(scores_NHRS / options.soft_cap)
+    if causal:
+        rows, keys = scores_NHRS.shape[-2:]
+        hidden_RS = torch.ones(rows, keys, dtype=torch.bool, device=scores_NHRS.device).triu(keys - rows + 1)
+        scores_NHRS = scores_NHRS.masked_fill(hidden_RS, -torch.inf)
+    elif mask_N1RS is not None:
+        scores_NHRS = scores_NHRS + mask_N1RS
+    if sinks_HR is None:
+        weights_NHRS = scores_NHRS.softmax(dim=-1)
+    else:
+        sinks_NHR1 = sinks_HR.float()[..., None].expand(*scores_NHRS.shape[:-1], 1)
+        weights_NHRS = torch.cat((scores_NHRS, sinks_NHR1), dim=-1).softmax(dim=-1)[..., :-1]
+    return weights_NHRS.to(v_NHSD.dtype) @ v_NHSD
 
 
 class FullAttention:
@@ -192,15 +260,18 @@ class FullAttention:
         self._masks: dict[int, torch.Tensor] = {}
 
     def __call__(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, window: int | None
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         q, k, v = (x.unflatten(0, (self._sequences, self._length)).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-        mask = self._mask(window) if window is not None and window < self._length else None
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        mask = self._mask(options.window, q.dtype) if options.window and options.window < self._length else None
+        sinks_H1 = None if options.sinks_H is None else options.sinks_H[:, None]
+        out = _softmax_attention(q, k, v, mask, mask is None, options, sinks_H1)
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _mask(self, window: int) -> torch.Tensor:
+    def _mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
+        """[1, 1, S, S]"""
         if window not in self._masks:
-            ones_SS = torch.ones(self._length, self._length, dtype=torch.bool, device=self._device)
-            self._masks[window] = ones_SS.tril().triu(1 - window)
+            shape = (1, 1, self._length, self._length)
+            visible = torch.ones(shape, dtype=torch.bool, device=self._device).tril().triu(1 - window)
+            self._masks[window] = torch.zeros(shape, dtype=dtype, device=self._device).masked_fill(~visible, -torch.inf)
         return self._masks[window]

@@ -11,7 +11,7 @@ import torch
 from compress.arch import ModelSpec, read_spec
 from compress.checkpoint import Checkpoint, check_tensors
 from compress.errors import UserError
-from compress.kernels.attention import FullAttention
+from compress.kernels.attention import AttentionOptions, FullAttention
 from compress.kernels.dispatch import prepare_attention
 from compress.kernels.kv import KVCache, store
 from compress.runtime.batch import Batch
@@ -36,7 +36,7 @@ class Executor:
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
             store(k_TKD, v_TKD, self.cache, layer, batch.slots_T)
-            return paged(q_THD, self.cache.keys[layer], self.cache.values[layer], self.model.spec.windows[layer])
+            return paged(q_THD, self.cache.layer(layer), AttentionOptions(window=self.model.spec.windows[layer]))
 
         hidden_TC = self.model.hidden(batch.ids_T, batch.positions_T, attend)
         rows = batch.logit_rows
@@ -50,7 +50,7 @@ class Executor:
         full = FullAttention(sequences, length, self.device)
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            return full(q_THD, k_TKD, v_TKD, self.model.spec.windows[layer])
+            return full(q_THD, k_TKD, v_TKD, AttentionOptions(window=self.model.spec.windows[layer]))
 
         positions_T = torch.arange(length, device=self.device).repeat(sequences)
         hidden_TC = self.model.hidden(ids_BS.to(self.device).flatten(), positions_T, attend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.kernels.attention import FullAttention, PagedAttention, PagedQueries, plan_spans
+from compress.kernels.attention import AttentionOptions, FullAttention, PagedAttention, PagedQueries, plan_spans
 from compress.kernels.kv import KVCache, copy_pages, store
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_paged_attention(name: str, page_size: int, window: int | None) -> None:
         queries.append(q)
         expected.append(one_by_one(q, k, v, context - length, window))
     paged = PagedAttention(PagedQueries([b[0] for b in batch], [b[1] for b in batch], tables, page_size))
-    ours = paged(torch.cat(queries), cache.keys[0], cache.values[0], window)
+    ours = paged(torch.cat(queries), cache.layer(0), AttentionOptions(window))
     assert (ours - torch.cat(expected)).abs().max() < BOUND
 
 
@@ -90,7 +90,7 @@ def test_full_attention(window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2 * 40, 6, 8, generator=generator)
     k, v = torch.randn(2, 2 * 40, 2, 8, generator=generator)
-    ours = FullAttention(2, 40, CPU)(q, k, v, window)
+    ours = FullAttention(2, 40, CPU)(q, k, v, AttentionOptions(window))
     halves = (slice(0, 40), slice(40, 80))
     expected = torch.cat([one_by_one(q[half], k[half], v[half], 0, window) for half in halves])
     assert (ours - expected).abs().max() < BOUND
