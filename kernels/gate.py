@@ -1,0 +1,172 @@
+"""The gate: every kernel compiled for every target, and its machine code looked at. No GPU is needed.
+
+    python -m compress.kernels.gate                       # all, and docs/kernels-gate.md
+    python -m compress.kernels.gate --target sm_90 --only "int4 M=16"
+    python -m compress.kernels.gate --record              # accept the instruction counts as they are
+
+Exit code 0: all is well; 1: one line for each objection; 2: it could not begin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compress.kernels.gate_case import Case
+from compress.kernels.gate_processes import Failure, run_isolated
+from compress.kernels.gate_report import Row, plain_table, refusals, report
+from compress.kernels.gate_rules import measure, objections
+from compress.kernels.launch import TARGETS, Target
+
+MODULES: tuple[str, ...] = ()  # of compress.kernels.gate_cases, in the order of the report
+BUDGET = Path(__file__).with_name("gate_budget.json")
+REPORT = Path(__file__).resolve().parents[1] / "docs" / "kernels-gate.md"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Recorded instructions per element, case → target, and the Triton that they were counted with."""
+
+    triton: str
+    per_element: dict[str, dict[str, float]]
+
+    @staticmethod
+    def read(path: Path) -> Budget:
+        if not path.is_file():
+            return Budget("", {})
+        told = json.loads(path.read_text())
+        return Budget(told["triton"], told["per_element"])
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"triton": self.triton, "per_element": self.per_element}, indent=1) + "\n")
+
+
+def collect(modules: Sequence[str] = MODULES) -> dict[str, list[Case]]:
+    """module → its cases."""
+    return {name: list(importlib.import_module(f"compress.kernels.gate_cases.{name}").CASES) for name in modules}
+
+
+def judge(rows: Sequence[Row], budget: Budget, triton: str) -> list[str]:
+    """One line for each objection."""
+    return [
+        f"{row.case.name} / {row.target}: {objection}"
+        for row in rows
+        for objection in objections(
+            row.case,
+            row.target,
+            row.outcome,
+            budget.per_element.get(row.case.name, {}).get(str(row.target)),
+            budgeted=budget.triton in ("", triton),
+        )
+    ]
+
+
+def compile_all(cases: Sequence[Case], targets: Sequence[Target]) -> list[Row]:
+    jobs = [(case, target) for case in cases for target in targets]
+    show = sys.stderr.isatty()
+
+    def progress(count: int) -> None:
+        if show:
+            print(f"\r{count} of {len(jobs)} compiled", end="\n" if count == len(jobs) else "", file=sys.stderr)
+
+    outcomes = run_isolated(
+        [functools.partial(measure, case, target) for case, target in jobs], os.cpu_count() or 1, progress
+    )
+    return [Row(case, target, outcome) for (case, target), outcome in zip(jobs, outcomes, strict=True)]
+
+
+def recorded(rows: Sequence[Row], budget: Budget, triton: str) -> Budget:
+    """The budget with these rows' figures in it; what another Triton counted goes."""
+    figures = {name: dict(row) for name, row in budget.per_element.items()} if budget.triton == triton else {}
+    for row in rows:
+        if not isinstance(row.outcome, Failure) and row.outcome and row.outcome[0].per_element is not None:
+            figures.setdefault(row.case.name, {})[str(row.target)] = row.outcome[0].per_element
+    return Budget(triton, figures)
+
+
+def compilers() -> tuple[str, str]:
+    """Triton's version, and all compilers in words."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    found = []
+    for name in ("ptxas", "ptxas-blackwell"):
+        if (folder / name).is_file():
+            told = subprocess.run([str(folder / name), "--version"], capture_output=True, text=True, check=True).stdout
+            version = re.search(r"V(\d+\.\d+\.\d+)", told)
+            found.append(f"{name} {version[1] if version else 'of unknown version'}")
+    return triton.__version__, ", ".join([f"Triton {triton.__version__}", *found])
+
+
+def fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def unknown(kind: str, name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+    return f"unknown {kind} '{name}'" + (f"; nearest: '{near[0]}'" if near else "; there are none")
+
+
+def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = MODULES, budget_file: Path = BUDGET) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help=f"one of {', '.join(map(str, TARGETS))}")
+    parser.add_argument("--only", metavar="NAME", help="a case, or a module of cases")
+    parser.add_argument("--record", action="store_true", help="record the instructions per element as the budget")
+    parser.add_argument("--out", type=Path, help="the report's file; of a full run, docs/kernels-gate.md")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y"):
+        return fail("TRITON_INTERPRET is set: a process that interprets kernels cannot compile them")
+    if importlib.util.find_spec("triton") is None:
+        return fail("the gate compiles with Triton, which is not installed: pip install 'triton>=3.6'")
+    groups = collect(modules)
+    cases = [case for group in groups.values() for case in group]
+    targets = [target for target in TARGETS if options.target in (None, str(target))]
+    if not targets:
+        return fail(unknown("target", options.target, [str(target) for target in TARGETS]))
+    if options.only is not None:
+        known = [*groups, *(case.name for case in cases)]
+        cases = groups.get(options.only) or [case for case in cases if case.name == options.only]
+        if not cases:
+            return fail(unknown("case", options.only, known))
+    rows = compile_all(cases, targets)
+    return conclude(rows, options, budget_file)
+
+
+def conclude(rows: Sequence[Row], options: argparse.Namespace, budget_file: Path) -> int:
+    """Print, record and judge."""
+    triton, described = compilers()
+    budget = Budget.read(budget_file)
+    if options.record:
+        budget = recorded(rows, budget, triton)
+        budget.write(budget_file)
+    print(plain_table(rows))
+    for line in refusals(rows):
+        print(f"refused: {line}")
+    if budget.triton not in ("", triton):
+        print(f"instructions per element were recorded with Triton {budget.triton}: not compared with {triton}'s")
+    whole = options.target is None and options.only is None
+    out = options.out or (REPORT if whole and REPORT.parent.is_dir() else None)
+    if out is not None:
+        out.write_text(report(rows, described))
+    found = judge(rows, budget, triton)
+    for line in found:
+        print(f"objection: {line}", file=sys.stderr)
+    verdict = f"{len(found)} objections" if found else "no objection"
+    print(f"{len({row.case.name for row in rows})} cases, {len(rows)} builds, {described}: {verdict}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
