@@ -1,6 +1,6 @@
-"""Rotary position embedding in the half-split layout of Hugging Face's Llama.
+"""Rotary position embedding: pairs (x[d], x[d + F]) as in Hugging Face's Llama, or (x[2f], x[2f + 1]).
 
-Shapes: T tokens, H heads, D head dim, F = D/2.
+Shapes: T tokens, H heads, D head dim, F pairs that rotate: D/2, or fewer for a partial rotation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ def rotary_tables(
     return (angle_TF.cos() * scaling).to(dtype), (angle_TF.sin() * scaling).to(dtype)
 
 
-def rotate(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:
-    """Rotate the pair (x[d], x[d + D/2]) of every head by its position's angle."""
+def rotate(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the first 2F dimensions of every head by its position's angles; the rest stay (arXiv 2104.09864)."""
     cos, sin = cos_TF[:, None, :], sin_TF[:, None, :]
-    low, high = x_THD.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    turning, still = x_THD.tensor_split((2 * cos_TF.shape[1],), dim=-1)
+    low, high = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    first, second = low * cos - high * sin, high * cos + low * sin
+    if interleaved:
+        return torch.cat((torch.stack((first, second), dim=-1).flatten(-2), still), dim=-1)
+    return torch.cat((first, second, still), dim=-1)
