@@ -1,5 +1,6 @@
 # make demo    quantize a small real model on this CPU and write a report; needs Python 3.10+, git and make
 # make test    the tests that take seconds; make test MARK= runs the slow ones too
+# make gate    every GPU kernel compiled for every target, and its machine code looked at; part of make test
 # make check   linter, formatter, type checker
 # make clean   remove the environment and what the demo wrote
 
@@ -17,7 +18,7 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check format clean
+.PHONY: demo test gate check format clean
 .DEFAULT_GOAL := test
 
 # Stamps: an environment is installed once, and again when what it holds changes.
@@ -40,6 +41,10 @@ demo: $(VENV)/runtime.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "$(MARK)" $(PYTEST)
+	$(if $(filter Linux,$(shell uname -s)),$(BIN)/python -m compress.kernels.gate)
+
+gate: $(VENV)/dev.stamp
+	$(BIN)/python -m compress.kernels.gate
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

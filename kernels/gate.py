@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,20 +36,23 @@ REPORT = Path(__file__).resolve().parents[1] / "docs" / "kernels-gate.md"
 
 @dataclass(frozen=True)
 class Budget:
-    """Recorded instructions per element, case → target, and the Triton that they were counted with."""
+    """Recorded instructions per element: Triton's version → case → target. Each version counts its own."""
 
-    triton: str
-    per_element: dict[str, dict[str, float]]
+    per_element: Mapping[str, Mapping[str, Mapping[str, float]]]
 
     @staticmethod
     def read(path: Path) -> Budget:
-        if not path.is_file():
-            return Budget("", {})
-        told = json.loads(path.read_text())
-        return Budget(told["triton"], told["per_element"])
+        return Budget(json.loads(path.read_text()) if path.is_file() else {})
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps({"triton": self.triton, "per_element": self.per_element}, indent=1) + "\n")
+        path.write_text(json.dumps(self.per_element, indent=1) + "\n")
+
+    def knows(self, triton: str) -> bool:
+        """Whether this Triton is bound: it has figures, or nobody has."""
+        return triton in self.per_element or not self.per_element
+
+    def of(self, triton: str, case: str, target: Target) -> float | None:
+        return self.per_element.get(triton, {}).get(case, {}).get(str(target))
 
 
 def collect(modules: Sequence[str] = MODULES) -> dict[str, list[Case]]:
@@ -59,17 +62,12 @@ def collect(modules: Sequence[str] = MODULES) -> dict[str, list[Case]]:
 
 def judge(rows: Sequence[Row], budget: Budget, triton: str) -> list[str]:
     """One line for each objection."""
-    return [
-        f"{row.case.name} / {row.target}: {objection}"
-        for row in rows
-        for objection in objections(
-            row.case,
-            row.target,
-            row.outcome,
-            budget.per_element.get(row.case.name, {}).get(str(row.target)),
-            budgeted=budget.triton in ("", triton),
-        )
-    ]
+    found = []
+    for row in rows:
+        allowed = budget.of(triton, row.case.name, row.target)
+        told = objections(row.case, row.target, row.outcome, allowed, budget.knows(triton))
+        found += [f"{row.case.name} / {row.target}: {objection}" for objection in told]
+    return found
 
 
 def compile_all(cases: Sequence[Case], targets: Sequence[Target]) -> list[Row]:
@@ -86,13 +84,14 @@ def compile_all(cases: Sequence[Case], targets: Sequence[Target]) -> list[Row]:
     return [Row(case, target, outcome) for (case, target), outcome in zip(jobs, outcomes, strict=True)]
 
 
-def recorded(rows: Sequence[Row], budget: Budget, triton: str) -> Budget:
-    """The budget with these rows' figures in it; what another Triton counted goes."""
-    figures = {name: dict(row) for name, row in budget.per_element.items()} if budget.triton == triton else {}
+def recorded(rows: Sequence[Row], budget: Budget, triton: str, whole: bool = False) -> Budget:
+    """The budget with these rows' figures in it; after a whole run, with no others of this Triton."""
+    known = {} if whole else budget.per_element.get(triton, {})
+    figures = {name: dict(row) for name, row in known.items()}
     for row in rows:
         if not isinstance(row.outcome, Failure) and row.outcome and row.outcome[0].per_element is not None:
             figures.setdefault(row.case.name, {})[str(row.target)] = row.outcome[0].per_element
-    return Budget(triton, figures)
+    return Budget(dict(sorted({**budget.per_element, triton: figures}.items())))
 
 
 def compilers() -> tuple[str, str]:
@@ -148,15 +147,15 @@ def conclude(rows: Sequence[Row], options: argparse.Namespace, budget_file: Path
     """Print, record and judge."""
     triton, described = compilers()
     budget = Budget.read(budget_file)
+    whole = options.target is None and options.only is None
     if options.record:
-        budget = recorded(rows, budget, triton)
+        budget = recorded(rows, budget, triton, whole)
         budget.write(budget_file)
     print(plain_table(rows))
     for line in refusals(rows):
         print(f"refused: {line}")
-    if budget.triton not in ("", triton):
-        print(f"instructions per element were recorded with Triton {budget.triton}: not compared with {triton}'s")
-    whole = options.target is None and options.only is None
+    if not budget.knows(triton):
+        print(f"no instructions per element are recorded for Triton {triton}: not compared")
     out = options.out or (REPORT if whole and REPORT.parent.is_dir() else None)
     if out is not None:
         out.write_text(report(rows, described))

@@ -73,7 +73,7 @@ GEMM = Case(
 def objections_to(case: Case, *targets: Target, budget: Budget | None = None) -> list[str]:
     rows = compile_all([case], targets)
     if budget is None:
-        budget = recorded(rows, Budget("", {}), triton.__version__)
+        budget = recorded(rows, Budget({}), triton.__version__)
     return judge(rows, budget, triton.__version__)
 
 
@@ -116,15 +116,15 @@ def test_too_few_tiles_in_flight() -> None:
 
 def test_a_loop_beyond_its_budget() -> None:
     rows = compile_all([GEMM], [AMPERE])
-    budget = recorded(rows, Budget("", {}), triton.__version__)
-    figure = budget.per_element["gemm"]["sm_80"]
+    budget = recorded(rows, Budget({}), triton.__version__)
+    figure = budget.per_element[triton.__version__]["gemm"]["sm_80"]
     for allowed, objects in ((figure / 1.04, False), (figure / 1.06, True)):
-        found = judge(rows, Budget(triton.__version__, {"gemm": {"sm_80": allowed}}), triton.__version__)
+        found = judge(rows, Budget({triton.__version__: {"gemm": {"sm_80": allowed}}}), triton.__version__)
         assert bool(found) == objects
         assert not objects or f"{figure} instructions per element, recorded are {allowed}" in found[0]
-    (line,) = judge(rows, Budget("", {}), triton.__version__)
+    (line,) = judge(rows, Budget({}), triton.__version__)
     assert "none recorded; look, then --record" in line
-    assert judge(rows, Budget("2.0.0", {}), triton.__version__) == []  # another compiler's figures bind nobody
+    assert judge(rows, Budget({"2.0.0": {}}), triton.__version__) == []  # another compiler's figures bind nobody
 
 
 def test_a_refused_compile() -> None:
@@ -177,8 +177,8 @@ def test_the_command_records_then_passes_then_objects(
     assert f"Triton {triton.__version__}, ptxas " in written
     assert gate.main(arguments, cases, budget) == 0
     assert out.read_text() == written
-    shrunk = Budget.read(budget).per_element["gemm"]["sm_80"] / 2
-    Budget(triton.__version__, {"gemm": {"sm_80": shrunk}}).write(budget)
+    shrunk = Budget.read(budget).per_element[triton.__version__]["gemm"]["sm_80"] / 2
+    Budget({triton.__version__: {"gemm": {"sm_80": shrunk}}}).write(budget)
     assert gate.main(arguments, cases, budget) == 1
 
 

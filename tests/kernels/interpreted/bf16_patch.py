@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-VERSIONS = ("3.9.0",)
+VERSIONS = ("3.7.1", "3.9.0")
 NARROW: dict[Any, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
     tl.bfloat16: (torch.bfloat16, np.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
