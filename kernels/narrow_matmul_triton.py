@@ -173,7 +173,7 @@ MOST_TOKENS: dict[Rows, float] = {"few": 16, "some": 256, "many": float("inf")}
 
 
 def tiles_of(rows: Rows, kind: str, target: Target) -> Tiles:
-    """wgmma and tcgen05 take 128 outs to 4 warps; the registers of mma's fragments would spill there."""
+    """As wide as each target's registers hold: wgmma and tcgen05 take 128 outs to 4 warps, mma's fragments do not."""
     wide = target.arch in (90, 100)
     # gfx942 has 64 KiB of shared memory, and x in float16 fills twice as much of it
     tight = kind == "bytes" and target.arch == "gfx942"
@@ -181,9 +181,11 @@ def tiles_of(rows: Rows, kind: str, target: Target) -> Tiles:
         return Tiles(16, 64, warps=4, stages=4, programs=512)
     if rows == "many":
         return Tiles(128, 128, warps=8, stages=4 if wide else 2 if tight else 3, programs=1)
-    if target.backend == "hip":
-        return Tiles(64, 128, warps=8, stages=2 if tight else 3, programs=192)
-    return Tiles(64, 128, warps=4, stages=3, programs=192) if wide else Tiles(64, 64, warps=4, stages=4, programs=384)
+    if target.arch in (80, 89):
+        return Tiles(64, 64, warps=4, stages=4, programs=384)
+    if target.arch == 120:
+        return Tiles(64, 128, warps=8, stages=4, programs=192)
+    return Tiles(64, 128, warps=4 if wide else 8, stages=2 if tight else 3, programs=192)
 
 
 def split_span(outs: int, ins: int, tiles: Tiles) -> int:

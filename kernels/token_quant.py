@@ -33,5 +33,5 @@ def quantize_tokens(x_TI: torch.Tensor, kind: Kind, group: int | None = None) ->
     value_TGg = torch.where(finite_TG[..., None], x_TGg / scale_TG[..., None], 0.0)
     if kind == "int8":
         value_TGg = value_TGg.round()
-    codes_TI = value_TGg.clamp(-LARGEST[kind], LARGEST[kind]).reshape(tokens, -1)[:, :columns].to(CODE_DTYPE[kind])
+    codes_TI = value_TGg.clamp(-LARGEST[kind], LARGEST[kind]).flatten(1)[:, :columns].to(CODE_DTYPE[kind])
     return codes_TI, torch.where(finite_TG, scale_TG, torch.nan)
