@@ -101,7 +101,7 @@ def main() -> None:
     data = recipe.calibration.sources
     calibration = calibrate_texts(data, options.samples, options.sequence_length, 0, None, source, evaluation=text)
     windows = evaluation_windows(evaluation_source(text, data), source, 1024, options.tokens)
-    baseline = Engine.load(source)
+    baseline = Engine.load(source, exact=True)
     facts = calibration.facts
     print(f"{facts.samples} samples, {facts.tokens} tokens; {windows.facts.windows} windows of 1024 of {text}")
     columns = ("method", "perplexity", "KL", "95 % CI", "ratio", "top-1", "CPU s", "wall s")
@@ -115,7 +115,7 @@ def main() -> None:
             started, cpu = time.monotonic(), time.process_time()
             record = run_stage("quantize", run, settings)
             spent = time.process_time() - cpu, time.monotonic() - started
-            found = compare_models(baseline, Engine.load(run.output), windows.ids)
+            found = compare_models(baseline, Engine.load(run.output, exact=True), windows.ids)
         row = {
             "perplexity": found.perplexity.model_dump(),
             "kl": found.kl.mean,

@@ -101,6 +101,10 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         return self._refs[name].read()
 
+    def map(self, name: str) -> torch.Tensor:
+        """The tensor in the file's own pages; see TensorRef.map."""
+        return self._refs[name].map()
+
     def fingerprint(self) -> str:
         """sha256 over config.json and each shard's header, size, and the two ends of every tensor: cheap at 26 GB."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())

@@ -1,7 +1,7 @@
-"""One safetensors file: header, byte ranges, reading into own memory, durable writing.
+"""One safetensors file: header, byte ranges, reading into own memory, mapping, durable writing.
 
-Headers are parsed here and tensors are read with plain reads, never memory-mapped: a mapping of a 26 GB model counts
-as resident memory and gets processes killed. Format: 8 bytes little-endian header length, a JSON header, then the
+Headers are parsed here. Compression reads tensors with plain reads: a mapping of a 26 GB model counts as resident
+memory and gets processes killed. The runtime maps them: it reads every weight in every step, in place. Format: 8 bytes little-endian header length, a JSON header, then the
 tensors' bytes without gaps (huggingface.co/docs/safetensors).
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from compress.errors import RunError, UserError
@@ -64,6 +65,20 @@ class TensorRef:
             stream.seek(self.start)
             _read_exactly(stream, buffer.numpy().data, self.file)
         return buffer.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def map(self) -> torch.Tensor:
+        """The tensor in the file's own pages, which processes share and the system may drop and read again.
+
+        Writes to it stay in this process. A tensor that does not begin at a multiple of its element size, which is
+        legal and rare, is read instead. Raises RunError if the file shrank since its header was read.
+        """
+        dtype = DTYPES[self.dtype]
+        if self.start % dtype.itemsize or self.nbytes == 0:
+            return self.read()
+        if self.file.stat().st_size < self.stop:
+            raise RunError(f"{self.file}: file ended early; it changed while it was read")
+        raw = np.memmap(self.file, dtype=np.uint8, mode="c", offset=self.start, shape=(self.nbytes,))
+        return torch.from_numpy(raw).view(dtype).reshape(self.shape)
 
     def pieces(self) -> Iterator[memoryview]:
         """The raw bytes, at most PIECE at a time; each piece is overwritten by the next."""

@@ -84,7 +84,7 @@ def _same_bytes(one: TensorRef, other: TensorRef) -> bool:
 def logit_difference(checkpoint: Checkpoint, spec: ModelSpec, ids_S: torch.Tensor) -> float:
     """The largest difference of logits between the runtime and the reference, relative to the largest logit."""
     reference_SV = reference_logits(checkpoint, spec, ids_S)
-    engine = Engine.load(checkpoint.path)
+    engine = Engine.load(checkpoint.path, exact=True)
     logits_SV = engine.logits(engine.hidden_states(ids_S))
     return float((logits_SV - reference_SV).abs().max() / reference_SV.abs().max())
 

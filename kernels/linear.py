@@ -1,6 +1,6 @@
-"""Linear layers over weights prepared once: their references.
+"""Linear layers over dense weights prepared once, by torch.
 
-Shapes: T tokens, O out features, I in features, G groups along I.
+Shapes: T tokens, O out features, I in features.
 """
 
 from __future__ import annotations
@@ -12,16 +12,6 @@ import torch
 import torch.nn.functional as F
 
 FEW_ROWS = 32  # up to here W·xᵀ beats x·Wᵀ in a CPU's SGEMM, which would spread the few rows over its threads
-
-
-@dataclass(frozen=True)
-class IntegerWeight:
-    """w[o, i] = (codes[o, i] − zero_point[o, g]) · scale[o, g], g = i // (I / G); codes are int8, `bits` wide."""
-
-    bits: int
-    codes_OI: torch.Tensor
-    scale_OG: torch.Tensor
-    zero_point_OG: torch.Tensor | None
 
 
 class Linear(Protocol):
@@ -70,10 +60,15 @@ class DenseLinearCPU:
         return y_TO if self.bias_O is None else y_TO.add_(self.bias_O)
 
 
-def dequantize(weight: IntegerWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The dense weight [O, I]: float32 arithmetic, then one rounding to `dtype`."""
-    rows, columns = weight.codes_OI.shape
-    codes_OGg = weight.codes_OI.reshape(rows, weight.scale_OG.shape[1], -1).float()
-    if weight.zero_point_OG is not None:
-        codes_OGg = codes_OGg - weight.zero_point_OG.float()[..., None]
-    return (codes_OGg * weight.scale_OG.float()[..., None]).reshape(rows, columns).to(dtype)
+@dataclass(frozen=True)
+class SideBySide:
+    """Linears of one input whose outputs are joined: parts that no one kernel computes together."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x_TI) for part in self.parts], dim=1)

@@ -58,8 +58,13 @@ class Engine:
         max_tokens_in_cache: int | None = None,
         page_size: int = 16,
         max_batched_tokens: int = 2048,
+        exact: bool = False,
     ) -> Engine:
-        """Load a checkpoint directory. Raises UserError for one that is damaged, not supported, or for bad sizes."""
+        """Load a checkpoint directory. Raises UserError for one that is damaged, not supported, or for bad sizes.
+
+        On a CPU, linears with integer weights quantize their inputs to 8 bits a token and block of columns; `exact`
+        keeps them in `dtype`: slower, and what the checkpoint means.
+        """
         path = Path(path)
         sizes = {"page_size": page_size, "max_batched_tokens": max_batched_tokens}
         if max_tokens_in_cache is not None:
@@ -67,7 +72,7 @@ class Engine:
         for name, size in sizes.items():
             if size < 1:
                 raise UserError(f"{name} must be at least 1, not {size}")
-        executor = load_executor(path, find_device(device), dtype, max_tokens_in_cache, page_size)
+        executor = load_executor(path, find_device(device), dtype, max_tokens_in_cache, page_size, exact)
         pool = PagePool(executor.cache.keys[0].shape[0], page_size)
         return cls(path, executor, Scheduler(pool, max_batched_tokens), read_eos_ids(path))
 
@@ -84,6 +89,10 @@ class Engine:
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are held."""
         return self.executor.model.weight_bytes
+
+    @property
+    def embedding_bytes(self) -> int:
+        return self.executor.model.embedding_VC.nbytes
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -12,8 +12,8 @@ from compress.arch import ModelSpec, read_spec
 from compress.checkpoint import Checkpoint, check_tensors
 from compress.errors import UserError
 from compress.kernels.attention import AttentionOptions, FullAttention
-from compress.kernels.dispatch import prepare_attention
-from compress.kernels.kv import KVCache, store
+from compress.kernels.dispatch import path_of
+from compress.kernels.kv import KVCache
 from compress.runtime.batch import Batch
 from compress.runtime.models.llama import Llama, load_llama
 
@@ -32,10 +32,11 @@ class Executor:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute the batch's tokens into the cache; float32 logits [N, V] of `batch.logit_rows`."""
-        paged = prepare_attention(batch.queries)
+        operations = self.model.operations
+        paged = operations.attention(batch.queries)
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            store(k_TKD, v_TKD, self.cache, layer, batch.slots_T)
+            operations.store(k_TKD, v_TKD, self.cache, layer, batch.slots_T)
             return paged(q_THD, self.cache.layer(layer), AttentionOptions(window=self.model.spec.windows[layer]))
 
         hidden_TC = self.model.hidden(batch.ids_T, batch.positions_T, attend)
@@ -58,15 +59,29 @@ class Executor:
 
 
 def load_executor(
-    path: Path, device: torch.device, dtype: torch.dtype, max_tokens_in_cache: int | None, page_size: int
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens_in_cache: int | None,
+    page_size: int,
+    exact: bool = False,
 ) -> Executor:
     """Open, check and load a checkpoint. Raises UserError for one that is damaged or not supported."""
+    check_kernels(device)
     checkpoint = Checkpoint.open(path)
     spec = read_spec(checkpoint.config, str(path / "config.json"))
     check_tensors(checkpoint, spec)
-    model = load_llama(checkpoint, spec, device, dtype)
+    model = load_llama(checkpoint, spec, device, dtype, exact)
     tokens = max_tokens_in_cache or default_cache_tokens(spec, device, dtype)
     return Executor(model, allocate_cache(spec, -(-tokens // page_size), page_size, device, dtype), page_size, device)
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raises UserError for kernels that are asked for by COMPRESS_KERNELS and cannot run here."""
+    try:
+        path_of(device)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def find_device(name: str) -> torch.device:

@@ -39,7 +39,7 @@ def logits_three_ways(directory: Path, **loading: Any) -> tuple[torch.Tensor, to
     ids = token_ids()
     checkpoint = Checkpoint.open(directory)
     reference = reference_logits(checkpoint, read_spec(checkpoint.config), ids)
-    engine = Engine.load(directory)
+    engine = Engine.load(directory, exact=True)
     ours = engine.logits(engine.hidden_states(ids))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **loading).eval()
     return reference, ours, model(ids[None]).logits[0].float()
@@ -242,7 +242,7 @@ def test_sixteen_bit_models_take_scales_of_another_type(tmp_path: Path) -> None:
     ids = token_ids(256)
     reference = reference_logits(stored, read_spec(stored.config), ids).argmax(-1)
     for dtype, agreement in ((torch.float32, 1.0), (torch.bfloat16, 0.9)):
-        engine = Engine.load(directory, dtype=dtype)
+        engine = Engine.load(directory, dtype=dtype, exact=True)
         top = engine.logits(engine.hidden_states(ids)).argmax(-1)
         assert (top == reference).float().mean() >= agreement
 
@@ -342,6 +342,6 @@ def test_a_result_loads_from_its_path_alone_without_warnings(tmp_path: Path) -> 
     )
     done = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    engine = Engine.load(directory)
+    engine = Engine.load(directory, exact=True)
     ours = engine.logits(engine.hidden_states(torch.arange(20)))[-1].abs().max()
     assert float(done.stdout) == pytest.approx(float(ours), rel=1e-4)

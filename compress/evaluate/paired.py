@@ -74,15 +74,18 @@ def evaluate_pair(
     accuracy.text = text.facts.as_dict() | {"first_ids": text.ids[0, :8].tolist()}
     if calibration is not None:
         accuracy.text["overlap_with_calibration"] = overlap(calibration, text)
-    return Evaluation(accuracy, _speed(arms, settings, reporter))
+    return Evaluation(accuracy, _speed((baseline, compressed), device, settings, reporter))
 
 
-def load_arm(path: Path, device: str) -> Engine:
-    """An engine that computes in float32 on a CPU (16-bit products are slower there) and as stored on a GPU."""
+def load_arm(path: Path, device: str, exact: bool = True) -> Engine:
+    """An engine that computes in float32 on a CPU (16-bit products are slower there) and as stored on a GPU.
+
+    Accuracy is that of the checkpoint, so activations stay exact; speed is that of the arithmetic that serves it.
+    """
     dtype = torch.float32
     if device != "cpu":
         dtype = getattr(torch, read_spec(Checkpoint.open(path).config).dtype)
-    return Engine.load(path, device=device, dtype=dtype)
+    return Engine.load(path, device=device, dtype=dtype, exact=exact)
 
 
 def evaluate_command(
@@ -177,10 +180,13 @@ def _against(
     return accuracy_lines(found.model_dump())
 
 
-def _speed(arms: tuple[Engine, Engine], settings: EvaluateSettings, reporter: Reporter) -> list[contract.SpeedRow]:
+def _speed(
+    paths: tuple[Path, Path], device: str, settings: EvaluateSettings, reporter: Reporter
+) -> list[contract.SpeedRow]:
     speed = settings.speed
     if speed is None:
         return []
+    arms = [load_arm(path, device, exact=False) for path in paths]
     rows = []
     for batch in speed.batch:
         with reporter.phase(f"speed, batch {batch}", speed.rounds) as phase:

@@ -37,7 +37,10 @@ class Arm(Protocol):
     def weight_bytes(self) -> int: ...  # resident, in the form the arithmetic reads
 
     @property
-    def element_bytes(self) -> int: ...  # of the type it computes in, which embedding and cache have
+    def embedding_bytes(self) -> int: ...  # resident
+
+    @property
+    def element_bytes(self) -> int: ...  # of the type it computes in, which the cache has
 
     def steps(self, prompts: list[list[int]], output: int) -> Iterator[int]:
         """Generate greedily, never stopping early; after each step, the fewest tokens that any sequence has."""
@@ -58,6 +61,10 @@ class EngineArm:
     @property
     def weight_bytes(self) -> int:
         return self.engine.weight_bytes
+
+    @property
+    def embedding_bytes(self) -> int:
+        return self.engine.embedding_bytes
 
     @property
     def element_bytes(self) -> int:
@@ -222,7 +229,7 @@ def bytes_per_step(arm: Arm, workload: Workload) -> float:
     Of an embedding that is not the head too, one row per sequence is read.
     """
     spec, element_bytes = arm.spec, arm.element_bytes
-    weights = arm.weight_bytes - (0 if spec.tied else spec.vocab * spec.hidden * element_bytes)
+    weights = arm.weight_bytes - (0 if spec.tied else arm.embedding_bytes)
     context = workload.prompt + workload.output / 2
     cached = sum(min(context, window or context) for window in spec.windows)
     return weights + workload.batch * cached * 2 * spec.kv_heads * spec.head_dim * element_bytes

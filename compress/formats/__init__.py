@@ -11,9 +11,11 @@ from compress.checkpoint import Checkpoint
 from compress.errors import UserError
 from compress.formats import compressed_tensors
 from compress.formats.compressed_tensors import SchemeTable, read_schemes
+from compress.kernels.weights import PackedWeight
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 __all__ = [
+    "map_linear",
     "quantization_method",
     "read_linear",
     "require_dense",
@@ -65,16 +67,31 @@ def stored_scheme(checkpoint: Checkpoint, module: str) -> Scheme | None:
 
 def read_linear(checkpoint: Checkpoint, module: str) -> torch.Tensor | QuantizedWeight:
     """The weight of one linear, as it is stored. Raises UserError if it is missing or contradicts config.json."""
-    scheme = stored_scheme(checkpoint, module)
+    scheme = _checked_scheme(checkpoint, module)
     if scheme is None:
-        if f"{module}.weight" not in checkpoint:
-            raise UserError(f"{checkpoint.path}: no weight of {module}")
         return checkpoint.read(f"{module}.weight")
     names = compressed_tensors.tensor_names(module, scheme)
-    for name in names:
+    return compressed_tensors.unpack(module, {name: checkpoint.read(name) for name in names}, scheme)
+
+
+def map_linear(checkpoint: Checkpoint, module: str) -> torch.Tensor | PackedWeight:
+    """The same in the file's own pages, for the runtime: nothing is unpacked or copied but zero points."""
+    scheme = _checked_scheme(checkpoint, module)
+    if scheme is None:
+        return checkpoint.map(f"{module}.weight")
+    names = compressed_tensors.tensor_names(module, scheme)
+    return compressed_tensors.as_packed(module, {name: checkpoint.map(name) for name in names}, scheme)
+
+
+def _checked_scheme(checkpoint: Checkpoint, module: str) -> Scheme | None:
+    """`stored_scheme` of a linear all of whose tensors are there."""
+    scheme = stored_scheme(checkpoint, module)
+    if scheme is None and f"{module}.weight" not in checkpoint:
+        raise UserError(f"{checkpoint.path}: no weight of {module}")
+    for name in compressed_tensors.tensor_names(module, scheme) if scheme else ():
         if name not in checkpoint:
             raise UserError(f"{checkpoint.path}: {name} is missing, which {scheme} needs")
-    return compressed_tensors.unpack(module, {name: checkpoint.read(name) for name in names}, scheme)
+    return scheme
 
 
 def require_dense(checkpoint: Checkpoint) -> None:

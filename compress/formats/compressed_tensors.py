@@ -18,6 +18,7 @@ import torch
 
 from compress.errors import UserError
 from compress.kernels.packing import pack_int32, pack_rows, packed_words, unpack_int32, unpack_rows
+from compress.kernels.weights import PackedWeight
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 METHOD = "compressed-tensors"
@@ -47,6 +48,13 @@ def tensor_names(module: str, scheme: Scheme) -> list[str]:
 
 def unpack(module: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedWeight:
     """The inverse of `pack`. Raises UserError naming the tensor whose shape contradicts the scheme."""
+    packed = as_packed(module, tensors, scheme)
+    codes = unpack_int32(packed.words_OW, scheme.bits, packed.columns)
+    return QuantizedWeight(scheme, codes, packed.scale_OG, packed.zero_point_OG)
+
+
+def as_packed(module: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> PackedWeight:
+    """The stored rows as they are, for kernels that read them. Raises UserError as `unpack`."""
     rows, columns = (int(size) for size in tensors[f"{module}.weight_shape"].tolist())
     if scheme.group_size and columns % scheme.group_size:
         raise UserError(
@@ -67,8 +75,8 @@ def unpack(module: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> 
     zero_point = None
     if not scheme.symmetric:
         zero_point = unpack_rows(tensors[f"{module}.weight_zero_point"], scheme.bits, rows)
-    codes = unpack_int32(tensors[f"{module}.weight_packed"], scheme.bits, columns)
-    return QuantizedWeight(scheme, codes, tensors[f"{module}.weight_scale"], zero_point)
+    words, scale = tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"]
+    return PackedWeight(scheme.bits, columns, words, scale, zero_point)
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> dict[str, Any]:

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 
 from compress.arch import EMBEDDING, FINAL_NORM, HEAD, ModelSpec, block_prefix
 from compress.checkpoint import Checkpoint
-from compress.formats import read_linear
-from compress.kernels.activation import silu_mul
-from compress.kernels.dispatch import Weight, prepare_linear
-from compress.kernels.linear import IntegerWeight, Linear
-from compress.kernels.norm import rms_norm
-from compress.kernels.rotary import rotary_tables, rotate
+from compress.formats import map_linear
+from compress.kernels.dispatch import prepare_linear, prepare_operations
+from compress.kernels.linear import Linear
+from compress.kernels.operations import Operations
+from compress.kernels.rotary import rotary_tables
 from compress.rope import attention_scaling, inverse_frequencies
 
 # (layer, q [T, H, D], k [T, K, D], v [T, K, D]) → [T, H, D]
@@ -46,20 +45,24 @@ class Llama:
     final_norm_C: torch.Tensor
     head: Linear
     inverse_F: torch.Tensor
+    operations: Operations
 
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [T, C] before the final norm."""
-        hidden_TC = F.embedding(ids_T, self.embedding_VC)
-        cos_TF, sin_TF = rotary_tables(
-            self.inverse_F, positions_T, attention_scaling(self.spec.rope), self.embedding_VC.dtype
-        )
+        dtype = self.final_norm_C.dtype
+        hidden_TC = F.embedding(ids_T, self.embedding_VC).to(dtype)
+        cos_TF, sin_TF = rotary_tables(self.inverse_F, positions_T, attention_scaling(self.spec.rope), dtype)
+        ops, eps = self.operations, self.spec.norm_eps
+        update_TC = None  # what the last linear adds to the hidden states: summed where it is normalized
         for layer, block in enumerate(self.blocks):
-            x_TC = rms_norm(hidden_TC, block.input_norm_C, self.spec.norm_eps)
-            hidden_TC = hidden_TC + self._attention(layer, block, x_TC, cos_TF, sin_TF, attend)
-            x_TC = rms_norm(hidden_TC, block.post_norm_C, self.spec.norm_eps)
-            gate, up = block.gate_up(x_TC).chunk(2, dim=-1)
-            hidden_TC = hidden_TC + block.down(silu_mul(gate, up))
-        return hidden_TC
+            if update_TC is None:
+                x_TC = ops.rms_norm(hidden_TC, block.input_norm_C, eps)
+            else:
+                x_TC, hidden_TC = ops.add_rms_norm(update_TC, hidden_TC, block.input_norm_C, eps)
+            update_TC = self._attention(layer, block, x_TC, cos_TF, sin_TF, attend)
+            x_TC, hidden_TC = ops.add_rms_norm(update_TC, hidden_TC, block.post_norm_C, eps)
+            update_TC = block.down(ops.gated(block.gate_up(x_TC), "silu"))
+        return hidden_TC if update_TC is None else hidden_TC + update_TC
 
     def _attention(
         self,
@@ -74,12 +77,12 @@ class Llama:
         qkv_THD = block.qkv(x_TC).view(-1, heads + 2 * kv_heads, self.spec.head_dim)
         qk_THD, v_TKD = torch.split_with_sizes(qkv_THD, (heads + kv_heads, kv_heads), 1)
         if block.qk_norm_HD is not None:
-            qk_THD = rms_norm(qk_THD, block.qk_norm_HD, self.spec.norm_eps)
-        q_THD, k_TKD = torch.split_with_sizes(rotate(qk_THD, cos_TF, sin_TF), (heads, kv_heads), 1)
+            qk_THD = self.operations.rms_norm(qk_THD, block.qk_norm_HD, self.spec.norm_eps)
+        q_THD, k_TKD = torch.split_with_sizes(self.operations.rotate(qk_THD, cos_TF, sin_TF), (heads, kv_heads), 1)
         return block.output(attend(layer, q_THD, k_TKD, v_TKD).flatten(1))
 
     def final_norm(self, hidden_TC: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_TC, self.final_norm_C, self.spec.norm_eps)
+        return self.operations.rms_norm(hidden_TC, self.final_norm_C, self.spec.norm_eps)
 
     def logits(self, normed_TC: torch.Tensor) -> torch.Tensor:
         """float32 logits [T, V] of hidden states after the final norm."""
@@ -96,30 +99,37 @@ class Llama:
         return total
 
 
-def load_llama(checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Llama:
-    """Read a checkpoint block by block; what is read is dropped as soon as its prepared form exists."""
-    embedding_VC = checkpoint.read(f"{EMBEDDING}.weight").to(device=device, dtype=dtype)
-    head_weight = embedding_VC if spec.tied else _weight(checkpoint, HEAD)
+def load_llama(
+    checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype, exact: bool = False
+) -> Llama:
+    """Map a checkpoint and prepare its weights; on a CPU the linears and the embedding are read where they lie.
+
+    `exact` keeps activations in `dtype` where the fast arithmetic would quantize them.
+    """
+    embedding_VC = checkpoint.map(f"{EMBEDDING}.weight").to(device)
+    head_weight = embedding_VC if spec.tied else map_linear(checkpoint, HEAD)
     return Llama(
         spec=spec,
         embedding_VC=embedding_VC,
-        blocks=tuple(_load_block(checkpoint, block_prefix(i), spec, device, dtype) for i in range(spec.layers)),
+        blocks=tuple(_load_block(checkpoint, block_prefix(i), spec, device, dtype, exact) for i in range(spec.layers)),
         final_norm_C=checkpoint.read(f"{FINAL_NORM}.weight").to(device=device, dtype=dtype),
-        head=prepare_linear([head_weight], [None], device, dtype),
+        head=prepare_linear([head_weight], [None], device, dtype, exact),
         inverse_F=inverse_frequencies(spec.rope, spec.head_dim).to(device),
+        operations=prepare_operations(device),
     )
 
 
 def _load_block(
-    checkpoint: Checkpoint, prefix: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint, prefix: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, exact: bool
 ) -> Block:
     def linear(*names: str) -> Linear:
         modules = [prefix + name for name in names]
         return prepare_linear(
-            [_weight(checkpoint, module) for module in modules],
+            [map_linear(checkpoint, module) for module in modules],
             [checkpoint.read(f"{module}.bias") if f"{module}.bias" in checkpoint else None for module in modules],
             device,
             dtype,
+            exact,
         )
 
     def norm(name: str) -> torch.Tensor:
@@ -138,10 +148,3 @@ def _load_block(
         gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
         down=linear("mlp.down_proj"),
     )
-
-
-def _weight(checkpoint: Checkpoint, module: str) -> Weight:
-    weight = read_linear(checkpoint, module)
-    if isinstance(weight, torch.Tensor):
-        return weight
-    return IntegerWeight(weight.scheme.bits, weight.codes_OI, weight.scale_OG, weight.zero_point_OG)

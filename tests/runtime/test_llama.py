@@ -137,7 +137,7 @@ def test_quantized_checkpoints_equal_their_dequantized_weights(
     ids_BS = prompts(1, 60)
     with torch.no_grad():
         expected = reference(ids_BS).logits
-    engine = Engine.load(tmp_path / "quantized")
+    engine = Engine.load(tmp_path / "quantized", exact=True)
     assert (engine.logits(engine.hidden_states(ids_BS)) - expected).abs().max() < BOUND
 
 

@@ -1,0 +1,130 @@
+"""Paged attention by the compiled kernel (attention.h).
+
+Float32 arithmetic over pages of any format. A token's result depends on its own keys alone, in their order: not on the
+batch, on how its prompt was cut into chunks, on the number of threads or the instruction set.
+
+Shapes: as attention.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from compress.kernels.attention import AttentionOptions, PagedAttention, PagedQueries
+from compress.kernels.cpu.build import library
+from compress.kernels.cpu.call import pointer
+from compress.kernels.cpu.isa import ISAS, Isa
+from compress.kernels.kv import Pages
+
+MAX_DIM = 256
+LANES = 16
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+
+
+class _Request(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("token", "length", "context", "table"))
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("page", "slot", "head", "scale_page", "scale_slot", "scale_head", "type")
+        ),
+    )
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("q_token", ctypes.c_int64),
+        ("q_head", ctypes.c_int64),
+        ("keys", _Cache),
+        ("values", _Cache),
+        ("requests", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "heads", "kv_heads", "dim", "page_size", "window")),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    )
+
+
+class CompiledAttention:
+    """Attention of one step: the batch's tables are laid out once, and serve every layer."""
+
+    def __init__(self, queries: PagedQueries, isa: Isa) -> None:
+        self._isa = isa
+        self._page_size = queries.page_size
+        self._reference = PagedAttention(queries)
+        requests, token, table = [], 0, 0
+        for length, context, pages in zip(queries.lengths, queries.contexts, queries.tables, strict=True):
+            requests.append(_Request(token, length, context, table))
+            token += length
+            table += len(pages)
+        self._requests = (_Request * len(requests))(*requests)
+        self._pages = torch.tensor([page for pages in queries.tables for page in pages], dtype=torch.int32)
+
+    def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor:
+        """[T, H, D], as PagedAttention; what the kernel does not take goes there."""
+        heads, dim = q_THD.shape[1:]
+        plain = q_THD.dtype == torch.float32 and q_THD.stride(2) == 1
+        if (
+            not plain
+            or dim > MAX_DIM
+            or dim % LANES
+            or not (_readable(pages.keys_PSKD) and _readable(pages.values_PSKD))
+        ):
+            return self._reference(q_THD, pages, options)
+        out_THD = torch.empty(q_THD.shape)
+        sinks_H = None if options.sinks_H is None else options.sinks_H.float().contiguous()
+        problem = _Problem(
+            q=q_THD.data_ptr(),
+            out=out_THD.data_ptr(),
+            q_token=q_THD.stride(0),
+            q_head=q_THD.stride(1),
+            keys=_cache(pages.keys_PSKD, pages.key_scales_PSK),
+            values=_cache(pages.values_PSKD, pages.value_scales_PSK),
+            requests=ctypes.addressof(self._requests),
+            pages=self._pages.data_ptr(),
+            sinks=pointer(sinks_H).value,
+            count=len(self._requests),
+            heads=heads,
+            kv_heads=pages.keys_PSKD.shape[2],
+            dim=dim,
+            page_size=self._page_size,
+            window=options.window or 0,
+            scale=1 / math.sqrt(dim) if options.scale is None else options.scale,
+            soft_cap=options.soft_cap or 0.0,
+        )
+        kernels = library()
+        assert kernels is not None, "prepared with the compiled kernels"
+        if kernels.compress_attention(ISAS.index(self._isa), torch.get_num_threads(), ctypes.byref(problem)):
+            raise MemoryError(f"no memory for attention over {q_THD.shape[0]} tokens")
+        return out_THD
+
+
+def _readable(pages_PSKD: torch.Tensor) -> bool:
+    return pages_PSKD.dtype in _TYPES and pages_PSKD.stride(3) == 1
+
+
+def _cache(pages_PSKD: torch.Tensor, scales_PSK: torch.Tensor | None) -> _Cache:
+    page, slot, head = pages_PSKD.stride()[:3]
+    scale_page, scale_slot, scale_head = scales_PSK.stride() if scales_PSK is not None else (0, 0, 0)
+    return _Cache(
+        data=pages_PSKD.data_ptr(),
+        scales=pointer(scales_PSK).value,
+        page=page,
+        slot=slot,
+        head=head,
+        scale_page=scale_page,
+        scale_slot=scale_slot,
+        scale_head=scale_head,
+        type=_TYPES[pages_PSKD.dtype],
+    )

@@ -1,0 +1,48 @@
+/* What attention.h and attention.c share; attention.py mirrors Request, Cache and AttentionProblem. */
+#ifndef COMPRESS_ATTENTION_PROBLEM_H
+#define COMPRESS_ATTENTION_PROBLEM_H
+#include <stdint.h>
+
+#define MAX_DIM 256
+#define QUERY_ROWS 16 /* rows that meet a tile of keys together: tokens times the query heads of a KV head */
+#define KEYS 64       /* of a tile; tiles begin at multiples of it, so a row's result depends on its own keys alone */
+
+enum { PAGE_F32 = 0, PAGE_BF16 = 1, PAGE_F16 = 2, PAGE_INT8 = 3, PAGE_E4M3 = 4 };
+
+typedef struct {
+    int64_t token;   /* its first new token in the batch */
+    int64_t length;  /* new tokens */
+    int64_t context; /* all of its tokens up to the last new one */
+    int64_t table;   /* where its pages begin in `pages` */
+} Request;
+
+/* Keys or values: [P, S, K, D] by strides in elements, and their scales [P, S, K] (or NULL). */
+typedef struct {
+    const void *data;
+    const float *scales;
+    int64_t page, slot, head;
+    int64_t scale_page, scale_slot, scale_head;
+    int64_t type;
+} Cache;
+
+typedef struct {
+    const float *q; /* [T, H, D] by strides */
+    float *out;     /* [T, H, D], contiguous */
+    int64_t q_token, q_head;
+    Cache keys, values;
+    const Request *requests;
+    const int32_t *pages;
+    const float *sinks; /* [H] or NULL */
+    int64_t count, heads, kv_heads, dim, page_size;
+    int64_t window;  /* 0: none */
+    float scale, soft_cap; /* soft_cap 0: none */
+} AttentionProblem;
+
+/* One request, one KV head, some of its new tokens and some of its query heads. */
+typedef struct {
+    const Request *request;
+    int64_t kv_head, first_token, tokens, first_head, heads;
+} QueryBlock;
+
+typedef void (*Attend)(const AttentionProblem *, const QueryBlock *);
+#endif

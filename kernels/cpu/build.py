@@ -1,0 +1,100 @@
+"""The compiled CPU kernels: built by the system's C compiler at first use, kept in a cache, loaded by ctypes.
+
+OpenMP's runtime is the one that torch has already loaded, so both share one pool of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch  # first, so that its OpenMP runtime is the process's  # noqa: F401
+
+SOURCES = Path(__file__).parent
+# Contraction is off: fused multiply-adds are written out, so that every instruction set gives the same bits. Never
+# -ffast-math: a library linked with it sets flush-to-zero for the whole process.
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+COMPILERS = ("cc", "gcc", "clang")
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels; None, with one line in the log, where they cannot be built or loaded."""
+    try:
+        return ctypes.CDLL(str(built(find_compiler(), cache_directory())))
+    except (BuildError, OSError) as error:
+        log.warning("no compiled CPU kernels (%s): weights are dequantized to float32 instead", error)
+        return None
+
+
+class BuildError(Exception):
+    """Why there are no compiled kernels, in a few words."""
+
+
+def find_compiler() -> str:
+    """$CC, or the first of cc, gcc and clang that exists."""
+    named = os.environ.get("CC")
+    for name in (named,) if named else COMPILERS:
+        path = shutil.which(name)
+        if path:
+            return path
+    raise BuildError(f"no C compiler: {named or ', '.join(COMPILERS)} not found")
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("COMPRESS_CACHE") or Path.home() / ".cache" / "compress") / "kernels"
+
+
+def built(compiler: str, directory: Path) -> Path:
+    """The library of these sources, flags, compiler and kind of machine, built if it is not there yet."""
+    sources = sorted(SOURCES.glob("*.c"))
+    digest = hashlib.sha256(repr((FLAGS, platform.machine(), _version(compiler))).encode())
+    for path in sorted([*sources, *SOURCES.glob("*.h")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    library_path = directory / f"cpu-{digest.hexdigest()[:16]}.so"
+    if not library_path.exists():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory) as work:
+                # renamed when it is whole: several processes may build at once
+                _compile(compiler, sources, Path(work)).replace(library_path)
+        except OSError as error:
+            raise BuildError(f"{directory}: {error.strerror or error}") from None
+    return library_path
+
+
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[
+        0
+    ]
+
+
+def _compile(compiler: str, sources: list[Path], work: Path) -> Path:
+    def compile_one(source: Path) -> Path:
+        output = work / f"{source.stem}.o"
+        _run([compiler, *FLAGS, "-c", str(source), "-o", str(output)])
+        return output
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compile_one, sources))
+    output = work / "cpu.so"
+    _run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(output), "-lm"])
+    return output
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        raise BuildError(f"{Path(command[0]).name} failed: {first.strip()}")

@@ -1,0 +1,90 @@
+/* The C interface: tokens are quantized once, then the panels of all parts are shared out among the threads. */
+#include "linear.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3, ISAS = 4 };
+
+/* Whether this processor can run the kernels of an instruction set. */
+int compress_supports(int isa)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    switch (isa) {
+    case ISA_AVX2: return avx2;
+    case ISA_AVXVNNI: return avx2 && __builtin_cpu_supports("avxvnni");
+    case ISA_AVX512:
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vnni");
+    }
+#endif
+    return isa == ISA_PORTABLE;
+}
+
+const Kernels *kernels_of(int isa)
+{
+#if defined(__x86_64__)
+    if (isa == ISA_AVX2)
+        return &kernels_avx2;
+    if (isa == ISA_AVXVNNI)
+        return &kernels_avxvnni;
+    if (isa == ISA_AVX512)
+        return &kernels_avx512;
+#endif
+    return &kernels_portable;
+}
+
+/* y[:, column of each part] = x * dequant(W)^T + bias, for x [m, k] and y [m, ...], both float32 with unit stride in a
+ * row. All parts are of one kind, k, group and block. Returns 0, or 1 where memory ran out (nothing is computed then). */
+int compress_linear(int isa, int exact, int threads, const float *x, int64_t x_stride, float *y, int64_t y_stride, int m,
+                    int64_t k, int64_t block, int64_t group, const Part *parts, int count)
+{
+    Problem p = {.x = x, .y = y, .x_stride = x_stride, .y_stride = y_stride, .k = k, .m = m, .exact = exact};
+    p.padded = (k + 15) / 16 * 16;
+    p.block = block;
+    p.blocks = (k + block - 1) / block;
+    p.group = group;
+    p.groups = (k + group - 1) / group;
+
+    const Kernels *kernels = kernels_of(isa);
+    const int64_t rows = kernels->panels * ROWS;
+    int64_t strips = 0;
+    int asymmetric = 0;
+    for (int i = 0; i < count; i++) {
+        strips += (parts[i].n + rows - 1) / rows;
+        asymmetric |= parts[i].zero != 0;
+    }
+    const size_t entries = (size_t)m * (size_t)p.blocks;
+    const size_t copies = exact ? 4 * (size_t)(m - m % kernels->tile) * (size_t)k : (size_t)m * (size_t)p.padded;
+    uint8_t *scratch = malloc(8 * entries + copies + 1);
+    if (!scratch)
+        return 1;
+    p.q_scale = p.x_sum = (float *)scratch;
+    p.q_sum = (int32_t *)(scratch + 4 * entries);
+    p.q = (int8_t *)(scratch + 8 * entries);
+    p.x_tiles = (float *)(scratch + 8 * entries);
+
+    const int nibbles = parts[0].kind == KIND_INT4;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        if (!exact || asymmetric || m >= kernels->tile) {
+#pragma omp for schedule(static)
+            for (int t = 0; t < m; t++)
+                kernels->token(&p, t, nibbles);
+        }
+#pragma omp for schedule(static)
+        for (int64_t index = 0; index < strips; index++) {
+            int64_t strip = index;
+            const Part *part = parts;
+            for (; strip >= (part->n + rows - 1) / rows; part++)
+                strip -= (part->n + rows - 1) / rows;
+            kernels->strip(&p, part, strip);
+        }
+    }
+    free(scratch);
+    return 0;
+}

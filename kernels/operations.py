@@ -1,0 +1,35 @@
+"""What stands between the linears, for one device: chosen once, held by the model.
+
+Shapes: as in the files of the references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from compress.kernels.attention import AttentionOptions, PagedQueries
+from compress.kernels.kv import Pages
+
+
+class Attention(Protocol):
+    """The paged attention of one step, planned once and run in every layer."""
+
+    def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Each has the signature and the meaning of its reference, named in the comment."""
+
+    rms_norm: Callable[..., torch.Tensor]  # norm.rms_norm
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # norm.add_rms_norm
+    rotate: Callable[..., torch.Tensor]  # rotary.rotate
+    gated: Callable[..., torch.Tensor]  # activation.gated
+    store: Callable[..., None]  # kv.store
+    copy_pages: Callable[..., None]  # kv.copy_pages
+    attention: Callable[[PagedQueries], Attention]  # attention.PagedAttention
+    token_logprobs: Callable[..., object]  # logprob.token_logprobs
