@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+CONTEXT = multiprocessing.get_context("fork")
 ERROR = re.compile(r"\berror:|\bERROR\b|Error:")
 
 
@@ -25,50 +26,86 @@ class Failure:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Running:
-    index: int
-    process: Any
-    log: Path
+class _Worker:
+    """A forked process that runs jobs one after the other, by index, until it dies of one."""
+
+    def __init__(self, jobs: Sequence[Callable[[], Any]], log: Path, others: Sequence[_Worker]) -> None:
+        self.log = log
+        self.job: int | None = None
+        self.connection, theirs = CONTEXT.Pipe()
+        inherited = [self.connection, *(other.connection for other in others)]
+        self.process = CONTEXT.Process(target=_serve, args=(jobs, theirs, inherited, log), daemon=True)
+        self.process.start()
+        theirs.close()  # so that the process's death ends the pipe
+
+    def begin(self, job: int) -> None:
+        self.job = job
+        self.connection.send(job)
+
+    def result(self) -> Any:
+        """A result or a Failure; None where the process died."""
+        try:
+            return self.connection.recv()
+        except EOFError:
+            self.process.join()
+            return None
 
 
 def run_isolated(
-    jobs: Sequence[Callable[[], T]], workers: int, finished: Callable[[int], None] = lambda count: None
+    jobs: Sequence[Callable[[], T]], count: int, finished: Callable[[int], None] = lambda done: None
 ) -> list[T | Failure]:
-    """The result of each job, or why there is none. Jobs are forked, so they may be closures; results are pickled."""
-    context = multiprocessing.get_context("fork")
+    """The result of each job, or why there is none. Processes are forked, so jobs may be closures; results are pickled.
+
+    A process takes job after job: the compiler's start costs more than most kernels.
+    """
     results: list[T | Failure] = [Failure("not run")] * len(jobs)
-    pending = list(enumerate(jobs))[::-1]
-    running: dict[Connection, _Running] = {}
+    pending = list(range(len(jobs)))[::-1]
     with tempfile.TemporaryDirectory() as folder:
-        while pending or running:
-            while pending and len(running) < workers:
-                index, job = pending.pop()
-                reader, writer = context.Pipe(duplex=False)
-                log = Path(folder) / f"{index}.log"
-                process = context.Process(target=_child, args=(job, writer, log))
-                process.start()
-                writer.close()  # so that the child's death ends the pipe
-                running[reader] = _Running(index, process, log)
-            for reader in wait(list(running)):
-                assert isinstance(reader, Connection)
-                done = running.pop(reader)
-                results[done.index] = _result(reader, done)
-                finished(len(jobs) - len(pending) - len(running))
+        workers: list[_Worker] = []
+        while len(workers) < min(count, len(jobs)):
+            workers.append(_Worker(jobs, Path(folder) / f"{len(workers)}.log", workers))
+            workers[-1].begin(pending.pop())
+        while busy := [worker for worker in workers if worker.job is not None]:
+            ready = wait([worker.connection for worker in busy])
+            for worker in [worker for worker in busy if worker.connection in ready]:
+                assert worker.job is not None
+                result = worker.result()
+                results[worker.job] = _explained(result, worker)
+                worker.job = None
+                if result is None:
+                    workers.remove(worker)
+                    worker = _Worker(jobs, worker.log, workers)
+                    workers.append(worker)
+                if pending:
+                    worker.begin(pending.pop())
+                finished(len(jobs) - len(pending) - sum(other.job is not None for other in workers))
+        for worker in workers:
+            worker.connection.close()
+            worker.process.join()
     return results
 
 
-def _child(job: Callable[[], Any], writer: Connection, log: Path) -> None:
+def _serve(
+    jobs: Sequence[Callable[[], Any]], connection: Connection, inherited: Sequence[Connection], log: Path
+) -> None:
+    for other in inherited:
+        other.close()
     faulthandler.disable()  # one line of the compiler's is enough
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)  # compilers print from C++
         os.dup2(file.fileno(), 2)
-    try:
-        result = job()
-    except Exception as error:
-        result = Failure(_line_of(error))
-    writer.send(result)
-    writer.close()
+        while True:
+            try:
+                job = jobs[connection.recv()]
+            except EOFError:
+                return
+            file.seek(0)
+            file.truncate()
+            try:
+                result = job()
+            except Exception as error:
+                result = Failure(_line_of(error))
+            connection.send(result)
 
 
 def _line_of(error: BaseException) -> str:
@@ -79,19 +116,15 @@ def _line_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-def _result(reader: Connection, done: _Running) -> Any:
-    try:
-        result = reader.recv()
-    except EOFError:
-        result = None
-    reader.close()
-    done.process.join()
-    printed = done.log.read_text(errors="replace") if done.log.is_file() else ""
-    told = next((line.strip() for line in printed.splitlines() if ERROR.search(line)), None)
-    if result is None:
-        code = done.process.exitcode
-        death = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return Failure(f"{told or 'the compiler died'} ({death})")
-    if isinstance(result, Failure) and told is not None and "PassManager" in result.reason:
-        return Failure(told)  # the exception says that a pass failed, the log which
-    return result
+def _explained(result: Any, worker: _Worker) -> Any:
+    """Why a process died, and which pass failed, from what it printed."""
+    died = result is None
+    if not died and not (isinstance(result, Failure) and "PassManager" in result.reason):
+        return result
+    printed = worker.log.read_text(errors="replace").splitlines()
+    told = next((line.strip("\0 ") for line in printed if ERROR.search(line)), None)
+    if not died:
+        return Failure(told) if told else result
+    code = worker.process.exitcode
+    death = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return Failure(f"{told or 'the compiler died'} ({death})")

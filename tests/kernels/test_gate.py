@@ -147,11 +147,12 @@ def test_a_compiler_that_dies_takes_nothing_with_it() -> None:
     def fail() -> int:
         raise RuntimeError("a listing\n  of the kernel\nwhat is wrong")
 
-    results = run_isolated([lambda: 1, die, fail, lambda: 2], workers=2)
+    results = run_isolated([lambda: 1, die, fail, die, lambda: 2], 2)
     assert results == [
         1,
         Failure("LLVM ERROR: unsupported (killed by SIGABRT)"),
         Failure("RuntimeError: what is wrong"),
+        Failure("LLVM ERROR: unsupported (killed by SIGABRT)"),
         2,
     ]
 
