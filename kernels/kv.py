@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -68,13 +69,18 @@ def is_static(scales_PSK: torch.Tensor) -> bool:
 
 
 def dynamic_scales(x_TKD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale [T, K] that maps the largest magnitude of each token and head to the largest code."""
-    return (x_TKD.float().abs().amax(dim=-1) / LIMITS[dtype]).clamp_min(TINY)
+    """The scale [T, K] that maps the largest magnitude of each token and head to the largest code.
+
+    NaN where a number is not finite, so that what broke stays visible.
+    """
+    largest_TK = x_TKD.float().abs().amax(dim=-1)
+    scale_TK = (largest_TK / LIMITS[dtype]).clamp_min(TINY)
+    return torch.where(largest_TK.isfinite(), scale_TK, torch.nan)
 
 
 def quantize(x_TKD: torch.Tensor, scale_TK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Codes of x / scale: the nearest, ties to even; beyond the largest code, the largest."""
-    scaled = (x_TKD.float() / scale_TK[..., None]).clamp(-LIMITS[dtype], LIMITS[dtype])
+    """Codes of x / scale: the nearest, ties to even; beyond the largest code, the largest; 0 for NaN."""
+    scaled = (x_TKD.float() / scale_TK[..., None]).nan_to_num(0.0).clamp(-LIMITS[dtype], LIMITS[dtype])
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
 
 
@@ -108,9 +114,16 @@ def _store(
     pages_PSKD.view(torch.uint8).flatten(0, 1).index_copy_(0, slots_T, codes_TKD.view(torch.uint8))
 
 
-def copy_pages(cache: KVCache, copies: Sequence[tuple[int, int]]) -> None:
+class Cache(Protocol):
+    """Anything in pages: a KVCache, or the latents of MLA."""
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]: ...
+
+
+def copy_pages(cache: Cache, copies: Sequence[tuple[int, int]]) -> None:
     """Copy whole pages (source, destination) in every layer: what a writer of a shared page needs first."""
-    source, destination = (torch.tensor(side, device=cache.keys[0].device) for side in zip(*copies, strict=True))
+    source, destination = (torch.tensor(side, device=cache.written[0].device) for side in zip(*copies, strict=True))
     for tensor in cache.written:
         plain = tensor.view(torch.uint8) if tensor.dtype in LIMITS else tensor
         plain.index_copy_(0, destination, plain.index_select(0, source))
