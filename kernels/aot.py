@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_manager
 
 from compress.kernels.launch import Launch, Target
 from compress.kernels.machine_code import (
@@ -51,6 +52,7 @@ TYPES = {
     torch.float8_e5m2: "fp8e5",
     torch.float8_e5m2fnuz: "fp8e5b16",
 }
+SASS_FILE = "disassembly.sass"
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -65,16 +67,19 @@ class Specialisation:
 
 @dataclass(frozen=True)
 class Build:
-    """The machine code of one launch. Registers and loop count per thread, shared memory in bytes of a block."""
+    """The machine code of one launch. Registers and stack bytes of a thread, shared memory in bytes of a block."""
 
     registers: int
-    stack: int  # bytes of local memory a thread
+    stack: int
     vector_spills: int  # AMD: vector registers spilled to memory
     scalar_spills: int  # AMD: scalar registers spilled to lanes of vector registers
     shared: int
     threads: int
-    text: str
-    program: Program
+    disassemble: Callable[[], Program]  # on demand: nvdisasm takes longer than many a compile
+
+    @cached_property
+    def program(self) -> Program:
+        return self.disassemble()
 
     @cached_property
     def loop(self) -> list[Instruction]:
@@ -151,24 +156,38 @@ def build(launch: Launch, target: Target) -> Build:
     source = ASTSource(launch.kernel, known.signature, known.constants, known.attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=triton_target(target), options=options)
-    if target.backend == "cuda":
-        return _read_cubin(compiled.asm["cubin"], compiled.metadata.shared, 32 * launch.num_warps)
-    return _read_amdgcn(compiled.asm["amdgcn"], compiled.metadata.shared, 64 * launch.num_warps)
+    return (_read_cubin if target.backend == "cuda" else _read_amdgcn)(compiled, launch.num_warps)
 
 
-def _read_cubin(cubin: bytes, shared: int, threads: int) -> Build:
+def _read_cubin(compiled: Any, warps: int) -> Build:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage = _output_of("cuobjdump", "-res-usage", file.name)
-        text = _output_of("nvdisasm", "-c", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump told no resource usage: {usage.strip()}")
-    return Build(int(found[1]), int(found[2]), 0, 0, shared, threads, text, parse_sass(text))
+    shared, threads = compiled.metadata.shared, 32 * warps
+    return Build(int(found[1]), int(found[2]), 0, 0, shared, threads, lambda: parse_sass(_sass(compiled)))
 
 
-def _read_amdgcn(text: str, shared: int, threads: int) -> Build:
+def _sass(compiled: Any) -> str:
+    """The disassembly, kept beside the build in Triton's cache."""
+    cache = get_cache_manager(compiled.hash)
+    kept = cache.get_file(SASS_FILE)
+    if kept is not None:
+        return Path(kept).read_text()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = _output_of("nvdisasm", "-c", file.name)
+    cache.put(text, SASS_FILE, binary=False)
+    return text
+
+
+def _read_amdgcn(compiled: Any, warps: int) -> Build:
+    text = compiled.asm["amdgcn"]
+
     def stated(name: str) -> int:
         found = re.search(rf"\.{name}:\s*(\d+)", text)
         return int(found[1]) if found else 0
@@ -178,10 +197,9 @@ def _read_amdgcn(text: str, shared: int, threads: int) -> Build:
         stack=stated("private_segment_fixed_size"),
         vector_spills=stated("vgpr_spill_count"),
         scalar_spills=stated("sgpr_spill_count"),
-        shared=shared,
-        threads=threads,
-        text=text,
-        program=parse_amdgcn(text),
+        shared=compiled.metadata.shared,
+        threads=64 * warps,
+        disassemble=lambda: parse_amdgcn(text),
     )
 
 

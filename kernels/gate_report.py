@@ -25,18 +25,21 @@ def cells(row: Row) -> tuple[str, ...]:
     name = (row.case.name, str(row.target))
     if isinstance(row.outcome, Failure):
         return (*name, "refused", "", "", "", "", "")
-    first = row.outcome[0]
-    matrix = ", ".join(f"{count} {mnemonic}" for mnemonic, count in sorted(first.matrix.items()))
+    first, loop = row.outcome[0], row.outcome[0].loop
+    matrix = ", ".join(f"{count} {mnemonic}" for mnemonic, count in sorted(loop.matrix.items())) if loop else ""
     tiles = row.case.tiles_in_flight
     in_flight = str(first.shared // tiles[1]) if tiles is not None and row.target.backend == "cuda" else ""
+    per_element = ""
+    if loop is not None and loop.per_element is not None:
+        per_element = f"{loop.per_element:.2f}" + ("" if loop.exists else " (no loop)")
     return (
         *name,
         " + ".join(str(facts.registers) for facts in row.outcome),
-        "yes" if any(facts.spills for facts in row.outcome) else "none",
+        "yes" if any(facts.spilled for facts in row.outcome) else "none",
         f"{max(facts.shared for facts in row.outcome) / 1024:.1f} KiB",
         matrix,
         in_flight,
-        "" if first.per_element is None else f"{first.per_element:.2f}" + ("" if first.has_loop else " (no loop)"),
+        per_element,
     )
 
 

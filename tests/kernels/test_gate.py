@@ -21,7 +21,7 @@ from compress.kernels.gate import Budget, compile_all, judge, recorded  # noqa: 
 from compress.kernels.gate_case import Case  # noqa: E402
 from compress.kernels.gate_processes import Failure, run_isolated  # noqa: E402
 from compress.kernels.gate_report import Row, report  # noqa: E402
-from compress.kernels.launch import Launch, Target  # noqa: E402
+from compress.kernels.launch import TARGETS, Launch, Target  # noqa: E402
 
 AMPERE, HOPPER, AMD = Target("cuda", 80), Target("cuda", 90), Target("hip", "gfx942")
 
@@ -71,7 +71,7 @@ GEMM = Case(
 
 
 def objections_to(case: Case, *targets: Target, budget: Budget | None = None) -> list[str]:
-    rows = compile_all([case], targets)
+    rows = compile_all([(case, target) for target in targets])
     if budget is None:
         budget = recorded(rows, Budget({}), triton.__version__)
     return judge(rows, budget, triton.__version__)
@@ -115,7 +115,7 @@ def test_too_few_tiles_in_flight() -> None:
 
 
 def test_a_loop_beyond_its_budget() -> None:
-    rows = compile_all([GEMM], [AMPERE])
+    rows = compile_all([(GEMM, AMPERE)])
     budget = recorded(rows, Budget({}), triton.__version__)
     figure = budget.per_element[triton.__version__]["gemm"]["sm_80"]
     for allowed, objects in ((figure / 1.04, False), (figure / 1.06, True)):
@@ -135,7 +135,7 @@ def test_a_refused_compile() -> None:
     announced = Case("e4m3", plan_e4m3, refused={"sm_80": "no e4m3 before sm_89", "sm_90": "untrue"})
     (line,) = objections_to(announced, AMPERE, HOPPER)
     assert line == "e4m3 / sm_90: compiles, but the case says that it is refused: untrue"
-    (row,) = compile_all([announced], [AMPERE])
+    (row,) = compile_all([(announced, AMPERE)])
     assert "e4m3 / sm_80: no e4m3 before sm_89 (`" in report([row], "a compiler")
 
 
@@ -158,15 +158,15 @@ def test_a_compiler_that_dies_takes_nothing_with_it() -> None:
 
 
 @pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def cases(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Target, ...]]:
     """A module of cases as the command finds it."""
     found = SimpleNamespace(CASES=[GEMM])
     monkeypatch.setitem(sys.modules, "compress.kernels.gate_cases.examples", found)  # type: ignore[arg-type]
-    return ("examples",)
+    return {"examples": TARGETS}
 
 
 def test_the_command_records_then_passes_then_objects(
-    tmp_path: Path, cases: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cases: dict[str, tuple[Target, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     budget, out = tmp_path / "budget.json", tmp_path / "report.md"
     arguments = ["--target", "sm_80", "--out", str(out)]
@@ -191,7 +191,7 @@ def test_the_command_records_then_passes_then_objects(
     ],
 )
 def test_a_wrong_name_is_one_line_with_the_nearest(
-    cases: tuple[str, ...], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    cases: dict[str, tuple[Target, ...]], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert gate.main(arguments, cases) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
