@@ -152,14 +152,10 @@ def matmul_kernel(
     HALF: tl.constexpr = tl.bfloat16 if DTYPE == tl.bfloat16 else tl.float16
     BLOCK: tl.constexpr = PARTS * WIDTH
     STEP: tl.constexpr = BLOCK // STEPS
-    # Programs that run together share rows of W and of x: eight tiles of tokens for each tile of W.
-    tiles_t = tl.cdiv(T, BLOCK_T)
-    per_band = 8 * tl.cdiv(O, BLOCK_O)
-    band = tl.program_id(0) // per_band * 8
-    height = tl.minimum(tiles_t - band, 8)
-    token = (band + tl.program_id(0) % per_band % height) * BLOCK_T + tl.arange(0, BLOCK_T)
-    out = (tl.program_id(0) % per_band // height) * BLOCK_O + tl.arange(0, BLOCK_O)
-    split = tl.program_id(1)
+    # Programs that run together share rows of W: the tiles of tokens are the grid's first axis.
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    out = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    split = tl.program_id(2)
     in_out, in_token = out < O, token < T
     first = split * split_blocks
     last = tl.minimum(first + split_blocks, blocks)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +34,10 @@ FEW_TOKENS = 64  # the most that the split path takes
 SPLIT_PROGRAMS = 512  # about as many as a large GPU holds at a time: more splits would only add sums
 SPLIT_COLUMNS = 512  # the fewest that are worth a split
 ROW_BYTES = 512  # of a row of W in one turn of the GEMV's loop: 16 bytes for each thread of a warp
+GEMV_ROWS = 4
+SUM_COLUMNS = 256
+BAND = 2048  # tokens of one launch: their activations stay in the cache while the weights pass
+EARLY_FACTOR = 64  # of the kernel: how far it lifts a scale before it multiplies halves
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Form:
         """Columns of a part: a scale covers whole parts."""
         if self.group == 16:
             return 16
-        return 32 if self.parts == 4 or (self.group or 64) % 64 else 64
+        return 32 if self.code != "e4m3" or (self.group or 64) % 64 else 64
 
     @property
     def block(self) -> int:
@@ -110,9 +114,10 @@ class MatmulLinear:
         """Into how many parts the columns are cut."""
         if not 1 < tokens <= FEW_TOKENS:
             return 1
-        return -(-_padded(self.columns) // (PADDING * self._split_units()))
+        return -(-_padded(self.columns) // (PADDING * self.split_units))
 
-    def _split_units(self) -> int:
+    @property
+    def split_units(self) -> int:
         """Units of PADDING columns in one split: of the weight's shape alone."""
         units, tiles = _padded(self.columns) // PADDING, -(-self.words_OW.shape[0] // 64)
         wanted = max(1, min(SPLIT_PROGRAMS // tiles, units * PADDING // SPLIT_COLUMNS))
@@ -222,15 +227,17 @@ def _words(weight: QuantizedWeight, form: Form, device: torch.device) -> torch.T
 
 def _tile(tokens: int, dtype: torch.dtype, target: Target) -> tuple[int, int, int, int]:
     """Tokens and rows of a tile, warps, stages."""
-    wide = target.arch in (90, 100)  # tiles of 64 rows in four warps have wider instructions, of another order of sums
-    stages = 2 if target.backend == "hip" else 3
+    # Four warps on 64 rows have wider instructions here, of another order of sums than those for few tokens.
+    wide = target.arch in (90, 100)
+    if target.backend == "hip":
+        if tokens <= FEW_TOKENS:
+            return 16, 64, 2, 2  # tiles of 32 tokens have another instruction
+        return (64, 64, 4, 2) if tokens <= 256 or dtype == torch.float32 else (128, 128, 8, 2)
+    if tokens <= 16:
+        return 16, 64, 2, 4
     if tokens <= FEW_TOKENS:
-        if tokens <= 16 or target.backend == "hip":  # AMD's instruction for tiles of 32 is another one
-            return 16, 64, 2, stages if target.backend == "hip" else 4
-        return (32, 64, 2, stages) if tokens <= 32 or wide else (64, 64, 4, stages)
-    if tokens <= 256 or dtype == torch.float32 or not (wide or target.backend == "hip"):
-        return 64, 64, 4, stages
-    return 128, 128, 8, stages
+        return (32, 64, 2, 3) if wide else (32 if tokens <= 32 else 64, 64, 4, 3)
+    return (64, 64, 4, 3) if tokens <= 256 or dtype == torch.float32 or not wide else (128, 128, 8, 3)
 
 
 def plan_matmul(
@@ -242,17 +249,41 @@ def plan_matmul(
     """
     if x_TI.shape[1] != weight.columns:
         raise ValueError(f"activations have {x_TI.shape[1]} columns, the weight {weight.columns}")
-    form, columns, rows = weight.form, weight.columns, weight.words_OW.shape[0]
     tokens = x_TI.shape[0]
-    common = {
+    if tokens == 1:
+        return [_gemv(x_TI, weight, y_TO)]
+    if tokens > FEW_TOKENS:
+        bands = zip(x_TI.split(BAND), y_TO.split(BAND), strict=True)
+        tile = _tile(tokens, x_TI.dtype, target)
+        return [_tiles(x_bI, weight, y_bO, 1, tile, _early(weight.form, x_TI.dtype)) for x_bI, y_bO in bands]
+    tile, splits = _tile(tokens, x_TI.dtype, target), weight.splits(tokens)
+    early = weight.form.scale == "e4m3"
+    if splits == 1 or workspace_STO is None:
+        return [_tiles(x_TI, weight, y_TO, 1, tile, early)]
+    return [_tiles(x_TI, weight, workspace_STO, splits, tile, early), _sum_splits(weight, workspace_STO, y_TO)]
+
+
+def _early(form: Form, dtype: torch.dtype) -> bool:
+    """Whether scales multiply the weights where T is large: the sums of few columns would be scaled too often."""
+    if form.group is None or form.group >= 128 or form.code == "e4m3":
+        return False
+    # Scales of mxfp4 reach beyond fp16.
+    return form.scale != "e8m0" or dtype == torch.bfloat16
+
+
+def _common(x_TI: torch.Tensor, weight: MatmulLinear) -> dict[str, Any]:
+    form = weight.form
+    return {
         "x_ptr": x_TI,
         "w_ptr": weight.words_OW,
         "scale_ptr": weight.scale_GO,
         "zero_ptr": weight.zero_point_GO,
-        "O": rows,
-        "I": columns,
+        "gain_ptr": weight.gain_O,
+        "bias_ptr": weight.bias_O,
+        "O": weight.words_OW.shape[0],
+        "I": weight.columns,
         "w_stride": weight.words_OW.stride(0),
-        "blocks": -(-columns // form.block),
+        "blocks": -(-weight.columns // form.block),
         "CODE": form.code,
         "SCALE": form.scale,
         "GROUP": form.group or 0,
@@ -260,54 +291,62 @@ def plan_matmul(
         "PARTS": form.parts,
         "WIDTH": form.width,
     }
-    ends = {"gain_ptr": weight.gain_O, "bias_ptr": weight.bias_O}
-    if tokens == 1:
-        turn = ROW_BYTES // (2 * form.width)
-        block_o = 4
-        arguments = common | ends | {
-            "y_ptr": y_TO,
-            "FACTOR": form.factor(torch.float32),
-            "EVEN": columns % (turn * form.block) == 0,
-            "BLOCKS": turn,
-            "BLOCK_O": block_o,
-        }
-        return [Launch(gemv_kernel, (-(-rows // block_o),), arguments, 1)]
-    block_t, block_o, warps, stages = _tile(tokens, x_TI.dtype, target)
-    splits = weight.splits(tokens)
-    early = form.scale == "e4m3" or (
-        tokens > FEW_TOKENS
-        and form.group is not None
-        and form.group < 128
-        and (form.code in ("int4", "int8") or (form.code == "e2m1" and x_TI.dtype == torch.bfloat16))
-    )
-    factor = form.factor(x_TI.dtype)
-    out = y_TO if workspace_STO is None or splits == 1 else workspace_STO
-    arguments = common | ends | {
+
+
+def _gemv(x_TI: torch.Tensor, weight: MatmulLinear, y_TO: torch.Tensor) -> Launch:
+    form = weight.form
+    turn = ROW_BYTES // (2 * form.width)
+    arguments = _common(x_TI, weight) | {
+        "y_ptr": y_TO,
+        "FACTOR": form.factor(torch.float32),
+        "EVEN": weight.columns % (turn * form.block) == 0,
+        "BLOCKS": turn,
+        "BLOCK_O": GEMV_ROWS,
+    }
+    # One warp: x never moves between the threads that load it and those that multiply it.
+    return Launch(gemv_kernel, (-(-weight.words_OW.shape[0] // GEMV_ROWS),), arguments, num_warps=1)
+
+
+def _tiles(
+    x_TI: torch.Tensor,
+    weight: MatmulLinear,
+    out: torch.Tensor,
+    splits: int,
+    tile: tuple[int, int, int, int],
+    early: bool,
+) -> Launch:
+    """Into y [T, O], or into the splits' sums [S, T, O]."""
+    form, tokens, rows = weight.form, x_TI.shape[0], weight.words_OW.shape[0]
+    block_t, block_o, warps, stages = tile
+    common, factor = _common(x_TI, weight), form.factor(x_TI.dtype)
+    arguments = common | {
         "y_ptr": out,
         "T": tokens,
         "x_stride": x_TI.stride(0),
         "y_stride": out.stride(-2),
         "split_stride": tokens * rows,
-        "split_blocks": weight._split_units() * (PADDING // form.block) if splits > 1 else common["blocks"],
+        "split_blocks": common["blocks"] if splits == 1 else weight.split_units * (PADDING // form.block),
         "EARLY": early,
-        "FACTOR": factor // 64 if early and factor > 1 else factor,
-        "EVEN": columns % form.block == 0,
+        "FACTOR": factor // EARLY_FACTOR if early and factor > 1 else factor,
+        "EVEN": weight.columns % form.block == 0,
         "SPLIT": splits > 1,
         "BLOCK_T": block_t,
         "BLOCK_O": block_o,
     }
-    tiles = -(-tokens // block_t) * -(-rows // block_o)
-    launches = [Launch(matmul_kernel, (tiles, splits), arguments, warps, stages)]
-    if splits > 1:
-        sums = {
-            "part_ptr": workspace_STO,
-            **ends,
-            "y_ptr": y_TO,
-            "O": rows,
-            "y_stride": y_TO.stride(0),
-            "split_stride": tokens * rows,
-            "SPLITS": splits,
-            "BLOCK_O": 256,
-        }
-        launches.append(Launch(sum_splits_kernel, (tokens, -(-rows // 256)), sums, 2))
-    return launches
+    return Launch(matmul_kernel, (-(-tokens // block_t), -(-rows // block_o), splits), arguments, warps, stages)
+
+
+def _sum_splits(weight: MatmulLinear, workspace_STO: torch.Tensor, y_TO: torch.Tensor) -> Launch:
+    tokens, rows = y_TO.shape
+    arguments = {
+        "part_ptr": workspace_STO,
+        "gain_ptr": weight.gain_O,
+        "bias_ptr": weight.bias_O,
+        "y_ptr": y_TO,
+        "O": rows,
+        "y_stride": y_TO.stride(0),
+        "split_stride": tokens * rows,
+        "SPLITS": workspace_STO.shape[0],
+        "BLOCK_O": SUM_COLUMNS,
+    }
+    return Launch(sum_splits_kernel, (tokens, -(-rows // SUM_COLUMNS)), arguments, num_warps=2)
