@@ -77,7 +77,7 @@ class PagedAttention:
             group = q_THD.shape[1] // pages.keys_PSKD.shape[2]
             self._plans[window] = plan_spans(self._queries, window, group, q_THD.dtype, q_THD.device)
         parts = [_attend_span(q_THD[span.tokens], pages, span, options) for span in self._plans[window]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat([q_THD[:0], *parts])
 
 
 def plan_spans(
@@ -86,13 +86,14 @@ def plan_spans(
     """Split the batch into spans, and find the pages and the mask of each.
 
     A span ends where the number of new tokens changes, or where padding its shortest request to its longest would
-    read more than twice what the shortest needs.
+    read more than twice what the shortest needs. Requests without new tokens are in none.
     """
     spans, first, token = [], 0, 0
     for last in range(1, len(queries.lengths) + 1):
         if last < len(queries.lengths) and _alike(queries, first, last):
             continue
-        spans.append(_plan_span(queries, first, last, token, window, group, dtype, device))
+        if queries.lengths[first]:
+            spans.append(_plan_span(queries, first, last, token, window, group, dtype, device))
         token += queries.lengths[first] * (last - first)
         first = last
     return spans

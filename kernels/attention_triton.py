@@ -154,7 +154,6 @@ def _attend(
     first_key = tl.load(item + 3)
     end_key = tl.load(item + 4)
     table += tl.load(item + 5)
-    partial = tl.load(item + 6)
     dtype: tl.constexpr = queries.dtype.element_ty
 
     rows = tl.arange(0, ROWS)
@@ -211,6 +210,8 @@ def _attend(
             sums = tl.dot(weights.to(dtype), v, sums * decay[:, None], input_precision=PRECISION)
         ids = next_ids
 
+    partial = tl.load(item + 6)
+    token_row = (tl.load(item + 7) + token).to(tl.int64)  # loaded anew: no register need hold it through the loop
     if partial < 0:
         if SINKS:
             sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634

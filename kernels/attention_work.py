@@ -36,9 +36,9 @@ class Tile:
 @dataclass(frozen=True)
 class Work:
     """Columns of an item: first token, tokens, position of the first, first key, end of the keys, where the page table
-    starts, first partial row or −1 for one that writes its result itself, 0. Columns of a reduction: token, partial row
-    of split 0 of its first block of REDUCED, rows from split to split, first split, end of the splits in that block's
-    count.
+    starts, first partial row or −1 for one that writes its result itself, first token (read again when it is needed
+    again). Columns of a reduction: token, partial row of split 0 of its first block of REDUCED, rows from split to
+    split, first split, end of the splits in that block's count.
     """
 
     items_X8: torch.Tensor
@@ -98,7 +98,7 @@ def plan_work(
     row = np.where(splits[block] > 1, partial[block] + split * tokens[block], -1)
     first_token = starts_N[request] + skipped
     columns = (first_token[block], tokens[block], position[block], start, end, tables.starts_N[request[block]], row)
-    items = np.stack([*columns, np.zeros_like(row)], axis=1)
+    items = np.stack([*columns, columns[0]], axis=1)
     items = items[np.argsort(start - end, kind="stable")]
 
     block, token = _repeat(np.flatnonzero(splits > 1), tokens[splits > 1])

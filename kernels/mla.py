@@ -70,7 +70,7 @@ class PagedLatentAttention:
         if self._spans is None:
             self._spans = plan_spans(self._queries, None, q_THR.shape[1], torch.float32, q_THR.device)
         parts = [_attend_span(q_THR[span.tokens], q_THE[span.tokens], pages, span, scale) for span in self._spans]
-        return torch.cat(parts)
+        return torch.cat([q_THR[:0], *parts])
 
 
 def _attend_span(

@@ -118,7 +118,7 @@ def choose_latent_tile(q_THR: torch.Tensor, target: Target) -> Tile:
     return Tile(
         rows=16,
         keys=32 if aligned and q_THR.dtype != torch.float32 else 16,
-        warps=8 if rank > 256 else 4,
+        warps=8 if rank > 256 and target.backend == "cuda" else 4,
         stages=3 if aligned and target.backend == "cuda" else 2,
     )
 

@@ -13,8 +13,6 @@ import torch
 from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.kv import LIMITS, KVCache, Pages, dequantize, store
 
-POISON = {torch.int8: 113, torch.float8_e4m3fn: torch.nan}  # int8 has no NaN; its scales are NaN instead
-
 
 @dataclass(frozen=True)
 class PagedBatch:
@@ -44,14 +42,17 @@ def make_batch(
     key_format: torch.dtype | None = None,
     value_format: torch.dtype | None = None,
     seed: int = 0,
+    unwritten: float = torch.nan,
 ) -> PagedBatch:
     """(new tokens, context) of each request. Keys and values have outliers; one token in seven is all zeros.
 
-    What is drawn for a request depends on its place and the seed alone, not on the page size.
+    What is drawn for a request depends on its place and the seed alone, not on the page size. Slots that nobody wrote
+    hold `unwritten` (of int8 it is the scale that does): the references do not bear NaN there.
     """
     shuffle = torch.Generator().manual_seed(seed)
     used = sum(-(-context // page_size) for _, context in requests)
-    cache = _poisoned_cache(used + 3, page_size, kv_heads, head_dim, key_format or dtype, value_format or dtype)
+    shape = (used + 3, page_size, kv_heads, head_dim)
+    cache = _poisoned_cache(shape, key_format or dtype, value_format or dtype, unwritten)
     free = (torch.randperm(used + 2, generator=shuffle) + 1).tolist()  # never page 0, which pads tables
     tables, queries = [], []
     for index, (length, context) in enumerate(requests):
@@ -70,13 +71,13 @@ def make_batch(
 
 
 def _poisoned_cache(
-    pages: int, page_size: int, kv_heads: int, head_dim: int, key_format: torch.dtype, value_format: torch.dtype
+    shape: tuple[int, int, int, int], key_format: torch.dtype, value_format: torch.dtype, unwritten: float
 ) -> KVCache:
     def tensors(dtype: torch.dtype) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor] | None]:
-        codes = torch.full((pages, page_size, kv_heads, head_dim), POISON.get(dtype, torch.nan)).to(dtype)
         if dtype not in LIMITS:
-            return (codes,), None
-        return (codes,), (torch.full((pages, page_size, kv_heads), torch.nan),)
+            return (torch.full(shape, unwritten, dtype=dtype),), None
+        codes = torch.full(shape, 113 if dtype == torch.int8 else unwritten).to(dtype)
+        return (codes,), (torch.full(shape[:3], unwritten),)
 
     (keys, key_scales), (values, value_scales) = tensors(key_format), tensors(value_format)
     return KVCache(keys, values, key_scales, value_scales)

@@ -7,6 +7,7 @@ import torch
 
 from compress.kernels.attention import AttentionOptions, FullAttention, PagedAttention, PagedQueries, plan_spans
 from compress.kernels.kv import KVCache, copy_pages, store
+from tests.kernels.paged_batches import expected, make_batch
 
 CPU = torch.device("cpu")
 BOUND = 2e-6  # values are about 1; float32 sums of at most 90 terms
@@ -54,7 +55,7 @@ def test_paged_attention(name: str, page_size: int, window: int | None) -> None:
     free = torch.randperm(pages, generator=generator).tolist()
     if len(batch) == 1:
         free.sort(reverse=True)  # consecutive pages take the path without a copy
-    tables, queries, expected = [], [], []
+    tables, queries, wanted = [], [], []
     for length, context in batch:
         table = [free.pop() for _ in range(-(-context // page_size))]
         k, v = torch.randn(2, context, kv_heads, head_dim, generator=generator)
@@ -63,10 +64,45 @@ def test_paged_attention(name: str, page_size: int, window: int | None) -> None:
         q = torch.randn(length, heads, head_dim, generator=generator)
         tables.append(table)
         queries.append(q)
-        expected.append(one_by_one(q, k, v, context - length, window))
+        wanted.append(one_by_one(q, k, v, context - length, window))
     paged = PagedAttention(PagedQueries([b[0] for b in batch], [b[1] for b in batch], tables, page_size))
     ours = paged(torch.cat(queries), cache.layer(0), AttentionOptions(window))
-    assert (ours - torch.cat(expected)).abs().max() < BOUND
+    assert (ours - torch.cat(wanted)).abs().max() < BOUND
+
+
+OPTIONS = {
+    "scale": AttentionOptions(scale=0.11),
+    "cap": AttentionOptions(soft_cap=5.0),
+    "window and cap": AttentionOptions(window=7, soft_cap=5.0),
+    "sinks": AttentionOptions(sinks_H=torch.tensor([-2.0, 0.5, 3.0, 40.0, -torch.inf, 1.0])),
+    "all": AttentionOptions(20, 0.2, 30.0, torch.tensor([-2.0, 0.5, 3.0, 10.0, 0.0, 1.0])),
+}
+
+
+@pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
+@pytest.mark.parametrize("name", [*BATCHES, "empty"])
+def test_options(name: str, options: AttentionOptions) -> None:
+    batch = make_batch({**BATCHES, "empty": [(0, 5), (2, 9)]}[name], 4, 6, 2, 8, unwritten=50.0)
+    ours = PagedAttention(batch.queries)(batch.q_THD, batch.pages, options)
+    # values are up to 30, scores up to 60 in float32
+    assert (ours - expected(batch, options)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("options", [AttentionOptions(), OPTIONS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize(("key", "value"), [(torch.int8, None), (None, torch.float8_e4m3fn), (torch.int8, torch.int8)])
+def test_quantized_pages(key: torch.dtype | None, value: torch.dtype | None, options: AttentionOptions) -> None:
+    batch = make_batch(BATCHES["mixed"], 4, 6, 2, 8, torch.float32, key, value, unwritten=50.0)
+    ours = PagedAttention(batch.queries)(batch.q_THD, batch.pages, options)
+    assert (ours - expected(batch, options)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
+def test_options_of_whole_sequences(options: AttentionOptions) -> None:
+    batch = make_batch([(40, 40), (40, 40)], 40, 6, 2, 8, unwritten=50.0)
+    rows = [table[0] for table in batch.queries.tables]
+    k, v = (x[rows].flatten(0, 1) for x in (batch.pages.keys_PSKD, batch.pages.values_PSKD))
+    ours = FullAttention(2, 40, CPU)(batch.q_THD, k, v, options)
+    assert (ours - expected(batch, options)).abs().max() < 1e-4
 
 
 def test_a_window_reads_only_the_pages_it_can_see() -> None:
@@ -92,8 +128,8 @@ def test_full_attention(window: int | None) -> None:
     k, v = torch.randn(2, 2 * 40, 2, 8, generator=generator)
     ours = FullAttention(2, 40, CPU)(q, k, v, AttentionOptions(window))
     halves = (slice(0, 40), slice(40, 80))
-    expected = torch.cat([one_by_one(q[half], k[half], v[half], 0, window) for half in halves])
-    assert (ours - expected).abs().max() < BOUND
+    wanted = torch.cat([one_by_one(q[half], k[half], v[half], 0, window) for half in halves])
+    assert (ours - wanted).abs().max() < BOUND
 
 
 def test_pages_are_copied_whole_in_every_layer() -> None:

@@ -11,7 +11,7 @@ from compress.kernels.attention_work import flatten_tables, plan_work
 from compress.kernels.launch import Target, run
 from compress.kernels.mla import LatentPages
 from compress.kernels.mla_triton import PagedLatentAttentionTriton, choose_latent_tile, plan_latent_attention
-from tests.kernels.test_mla import LatentBatch, expected, latent_batch
+from tests.kernels.latent_batches import LatentBatch, expected, latent_batch
 
 CPU = torch.device("cpu")
 REQUESTS = [(1, 37), (0, 5), (1, 1), (3, 40), (1, 600), (10, 12)]
