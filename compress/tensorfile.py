@@ -1,8 +1,10 @@
 """One safetensors file: header, byte ranges, reading into own memory, mapping, durable writing.
 
 Headers are parsed here. Compression reads tensors with plain reads: a mapping of a 26 GB model counts as resident
-memory and gets processes killed. The runtime maps them: it reads every weight in every step, in place. Format: 8 bytes little-endian header length, a JSON header, then the
-tensors' bytes without gaps (huggingface.co/docs/safetensors).
+memory and gets processes killed. The runtime maps them: it reads every weight in every step, in place.
+
+Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes without gaps
+(huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -167,7 +167,7 @@ def _triton_operations(device: torch.device) -> Operations:
 
 
 def dense(weight: Weight, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A weight as one dense tensor [O, I], of its own memory or the given one: float32 arithmetic, then one rounding."""
+    """A weight as one dense tensor [O, I], of its own memory or the given one: float32 arithmetic, one rounding."""
     if isinstance(weight, torch.Tensor):
         return weight.to(device=device, dtype=dtype)
     return dequantized(weight, torch.float32).to(device=device, dtype=dtype)
@@ -225,7 +225,7 @@ def _triton(
         return _dense(weights, biases, device, dtype)
 
 
-def _runs(pairs: list, key) -> list[list]:  # noqa: ANN001
+def _runs(pairs: list, key: Callable[[Weight], object]) -> list[list]:
     return [list(run) for _, run in groupby(pairs, key=lambda pair: key(pair[0]))]
 
 

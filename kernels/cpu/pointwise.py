@@ -109,8 +109,9 @@ class CompiledRows:
         assert kernels is not None
         for x_TKD, pages_PSKD in ((k_TKD, pages.keys_PSKD), (v_TKD, pages.values_PSKD)):
             kernels.compress_store(
-                pointer(x_TKD), *map(Size, x_TKD.stride()[:2]), pointer(pages_PSKD), *map(Size, pages_PSKD.stride()[:3]),
-                Size(pages_PSKD.shape[1]), pointer(slots_T), *map(Size, x_TKD.shape),
+                pointer(x_TKD), *map(Size, x_TKD.stride()[:2]),
+                pointer(pages_PSKD), *map(Size, pages_PSKD.stride()[:3]), Size(pages_PSKD.shape[1]),
+                pointer(slots_T), *map(Size, x_TKD.shape),
             )  # fmt: skip
 
 
