@@ -61,7 +61,9 @@ def decode(words, zero, PART: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constex
         if DTYPE == tl.float16:
             value = _less(_halves(((pairs & 0x00FF00FF) ^ 0x00800080) | 0x64006400, DTYPE), zero, 1152.0, ZERO)
         else:
-            value = _halves((pairs & 0x007F007F) | 0x43004300, DTYPE) - _halves((pairs & 0x00800080) | 0x43004300, DTYPE)
+            value = _halves((pairs & 0x007F007F) | 0x43004300, DTYPE) - _halves(
+                (pairs & 0x00800080) | 0x43004300, DTYPE
+            )
             if ZERO:
                 value = value - zero.to(DTYPE)
     elif CODE == "e4m3":
