@@ -114,7 +114,7 @@ def token_logprobs(logits_TV: torch.Tensor, target_T: torch.Tensor) -> TokenLogp
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])  # one build for all batches
 def _diverge_tiles(p, q, parts, vocabulary, tiles, plane, p_row, q_row, TILE: tl.constexpr):
     """Five planes for each tile: p's largest logit and sum, Σ exp(p − largest)·(p − q), q's largest and sum."""
     row = tl.program_id(0).to(tl.int64)
@@ -133,7 +133,7 @@ def _diverge_tiles(p, q, parts, vocabulary, tiles, plane, p_row, q_row, TILE: tl
     tl.store(out + 4 * plane, tl.sum(tl.exp(b - _finite_or_zero(b_top)), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def _merge_divergence(parts, out, tiles, plane, TILES: tl.constexpr):
     """KL = Σ softmax(p)·(p − q) + logsumexp(q) − logsumexp(p)."""
     row = tl.program_id(0).to(tl.int64)

@@ -11,6 +11,7 @@ Shapes: T tokens, O out, I in features, S splits of I.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from compress.kernels.token_quant_triton import decode_e4m3, new_scales, plan_qu
 Rows = Literal["few", "some", "many"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "x_scale_group"])  # one build for all batches of a class
 def _matmul(
     x,
     w,
@@ -48,7 +49,6 @@ def _matmul(
     x_scale_group,
     w_scale_row,
     w_scale_group,
-    out_split,
     out_row,
     KIND: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -91,9 +91,9 @@ def _matmul(
             x_code, w_code = tl.load(x_tile), tl.load(w_tile)
         else:
             inside = (i_in < ins - i)[None, :]
-            nothing: tl.constexpr = 0 if KIND == "int8" else 0.0
-            x_code = tl.load(x_tile, mask=inside, other=nothing)
-            w_code = tl.load(w_tile, mask=inside, other=0 if KIND == "bytes" else nothing)
+            # an integer does not become an e4m3
+            x_code = tl.load(x_tile, mask=inside, other=0.0 if KIND == "e4m3" else 0)
+            w_code = tl.load(w_tile, mask=inside, other=0.0 if KIND == "e4m3" else 0)
         if KIND == "int8":
             total = tl.dot(x_code, w_code.T, total, out_dtype=tl.int32)
         else:
@@ -118,19 +118,20 @@ def _matmul(
             y *= tl.load(w_scale + o, mask=o < outs, other=0.0)[None, :]
         if ADD_BIAS:
             y += tl.load(bias + o, mask=o < outs, other=0.0).to(tl.float32)[None, :]
-    place = out + split.to(tl.int64) * out_split + t.to(tl.int64)[:, None] * out_row + o[None, :]
+    row = split.to(tl.int64) * tokens + t  # out has one matrix, or one for each split
+    place = out + row[:, None] * out_row + o[None, :]
     tl.store(place, y.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (o < outs)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_splits(
     parts,
     x_scale,
     w_scale,
     bias,
     out,
+    tokens,
     outs,
-    parts_split,
     parts_row,
     x_scale_token,
     out_row,
@@ -146,7 +147,7 @@ def _add_splits(
     source = parts + token * parts_row + o
     total = tl.load(source, mask=inside, other=0)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(source + split * parts_split, mask=inside, other=0)
+        total += tl.load(source + split * tokens.to(tl.int64) * parts_row, mask=inside, other=0)
     y = total.to(tl.float32)
     if not BLOCKS:
         y = y * tl.load(x_scale + token * x_scale_token) * tl.load(w_scale + o, mask=inside, other=0.0)
@@ -254,7 +255,6 @@ def plan_narrow_matmul(
         "x_scale_group": scratch.scale_TG.stride(1),
         "w_scale_row": weight.scale.stride(0),
         "w_scale_group": 1,
-        "out_split": 0 if parts is None else parts.stride(0),
         "out_row": (out_TO if parts is None else parts[0]).stride(0),
         "KIND": scratch.kind,
         "FINISH": parts is None,
@@ -280,7 +280,7 @@ def _plan_add_splits(parts_STO: torch.Tensor, shared: dict[str, object], out_TO:
     arguments = {
         "parts": parts_STO,
         "out": out_TO,
-        "parts_split": parts_STO.stride(0),
+        "tokens": tokens,
         "parts_row": parts_STO.stride(1),
         "out_row": out_TO.stride(0),
         "SPLITS": splits,

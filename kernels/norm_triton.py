@@ -17,7 +17,7 @@ WIDEST = 32768  # channels one program holds in registers
 TILE = 1024  # elements of a program whose rows are shorter
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one build for all batches
 def _rms_norm(
     x,
     residual,

@@ -73,7 +73,7 @@ def _encode(value, step, finite, LARGEST: tl.constexpr, INTEGER: tl.constexpr, H
     return code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_group"])  # one build for all batches
 def _quantize_groups(
     x,
     codes,

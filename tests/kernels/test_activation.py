@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,7 +35,12 @@ def test_gated(gate: Gate, dtype: torch.dtype) -> None:
 
 def test_gates_by_name() -> None:
     gate, up = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
-    for name, function in (("silu", silu_mul), ("gelu", gelu_mul), ("gelu_tanh", gelu_tanh_mul)):
+    named: dict[Gate, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "silu": silu_mul,
+        "gelu": gelu_mul,
+        "gelu_tanh": gelu_tanh_mul,
+    }
+    for name, function in named.items():
         torch.testing.assert_close(gated(torch.cat((gate, up), 1), name), function(gate.clone(), up))
 
 

@@ -145,9 +145,16 @@ def test_split_and_whole_agree(kind: str) -> None:
 
 
 def test_many_tokens() -> None:
+    assert [rows_of(tokens) for tokens in (1, 16, 17, 256, 257)] == ["few", "few", "some", "some", "many"]
     for kind in KINDS:
-        x, weight = activations(300, 256, torch.float16), weight_of(kind, 130, 256, torch.float16)
-        assert_right(product(x, weight), x, weight)
+        x, weight = activations(130, 150, torch.float16), weight_of(kind, 130, 150, torch.float16)
+        assert_right(product(x, weight, rows="many"), x, weight)
+
+
+def test_more_tiles_of_tokens_than_a_panel() -> None:
+    """150 tokens in tiles of 16 are a whole panel of 8 tiles and a part of one, times three tiles of outs."""
+    x, weight = activations(150, 64, torch.float16), weight_of("int8", 130, 64)
+    assert torch.equal(product(x, weight, rows="few"), narrow_matmul(x, weight))
 
 
 @pytest.mark.parametrize("kind", KINDS)
