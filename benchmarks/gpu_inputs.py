@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ class Check:
 def poisoned() -> Iterator[None]:
     """torch.empty gives NaN, or the largest integer: what a kernel forgets to write is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic")

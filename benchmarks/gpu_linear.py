@@ -8,7 +8,7 @@ Shapes: T tokens, O out features, I in features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from benchmarks.gpu_tables import Column, Deadline, Section
 from compress.kernels.linear import DenseLinear, Linear
 from compress.kernels.matmul_triton import prepare_matmul
 from compress.kernels.narrow_matmul_triton import prepare_w8a8
+from compress.kernels.weights import Float4Weight
 
 DENSE = "cuBLAS"
 KINDS = (DENSE, *FORMATS, "int8 W8A8", "fp8 W8A8")
@@ -29,8 +30,10 @@ def make_linear(kind: str, layer: Layer, bench: Bench, dtype: torch.dtype, gener
         weight_OI = torch.randn(layer.rows, layer.columns, device=bench.device, generator=generator).to(dtype)
         return DenseLinear(weight_OI, None)
     weight = random_weight(kind.partition(" ")[0], layer.rows, layer.columns, bench.device, generator)
-    prepare: Callable[..., Linear] = prepare_w8a8 if "W8A8" in kind else prepare_matmul
-    return prepare([weight], [None], bench.device, dtype)
+    if "W8A8" in kind:
+        assert not isinstance(weight, Float4Weight)
+        return prepare_w8a8([weight], [None], bench.device, dtype)
+    return prepare_matmul([weight], [None], bench.device, dtype)
 
 
 def measure_linears(bench: Bench, roofline: Roofline | None, deadline: Deadline) -> Section:

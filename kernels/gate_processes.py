@@ -125,6 +125,6 @@ def _explained(result: Any, worker: _Worker) -> Any:
     told = next((line.strip("\0 ") for line in printed if ERROR.search(line)), None)
     if not died:
         return Failure(told) if told else result
-    code = worker.process.exitcode
+    code = worker.process.exitcode or 0
     death = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return Failure(f"{told or 'the compiler died'} ({death})")

@@ -1,5 +1,7 @@
 """Compiling ahead of time specialises as Triton's JIT does, and machine code is read rightly."""
 
+# pyright: reportInvalidTypeForm=false
+# A kernel annotates its parameters with Triton types.
 from __future__ import annotations
 
 from typing import Any
@@ -7,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="compiles with Triton")
-import triton.language as tl  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
-from triton.runtime.jit import create_function_from_signature  # noqa: E402
+pytest.importorskip("triton", reason="compiles with Triton")
+import triton
+import triton.language as tl
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
-from compress.kernels.aot import build, specialise, triton_target  # noqa: E402
-from compress.kernels.launch import Launch, Target  # noqa: E402
-from compress.kernels.machine_code import (  # noqa: E402
+from compress.kernels.aot import build, specialise, triton_target
+from compress.kernels.launch import Launch, Target
+from compress.kernels.machine_code import (
     ASYNCHRONOUS,
     LOAD,
     MATRIX,

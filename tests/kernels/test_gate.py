@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="the gate compiles with Triton")
-import triton.language as tl  # noqa: E402
+pytest.importorskip("triton", reason="the gate compiles with Triton")
+import triton
+import triton.language as tl
 
-from compress.kernels import gate  # noqa: E402
-from compress.kernels.gate import Budget, compile_all, judge, recorded  # noqa: E402
-from compress.kernels.gate_case import Case  # noqa: E402
-from compress.kernels.gate_processes import Failure, run_isolated  # noqa: E402
-from compress.kernels.gate_report import Row, report  # noqa: E402
-from compress.kernels.launch import TARGETS, Launch, Target  # noqa: E402
+from compress.kernels import gate
+from compress.kernels.gate import Budget, compile_all, judge, recorded
+from compress.kernels.gate_case import Case
+from compress.kernels.gate_processes import Failure, run_isolated
+from compress.kernels.gate_report import Row, report
+from compress.kernels.launch import TARGETS, Launch, Target
 
 AMPERE, HOPPER, AMD = Target("cuda", 80), Target("cuda", 90), Target("hip", "gfx942")
 

@@ -124,4 +124,4 @@ def install() -> None:
 
     for method in (cast_impl, create_fp_to_fp, binary_op, unary_op, ternary_op, create_fma, create_dot, create_fabs):
         setattr(builder, method.__name__, method)
-    reduction.apply_impl = apply_impl
+    setattr(reduction, apply_impl.__name__, apply_impl)

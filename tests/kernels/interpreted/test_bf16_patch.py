@@ -142,7 +142,8 @@ def test_dot(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     a, b = (torch.randn(32, 32, generator=generator).to(dtype) for _ in range(2))
     out = torch.zeros(32, 32)
-    multiply[(1,)](a, b, out, 32)
+    launch: Any = multiply
+    launch[(1,)](a, b, out, 32)
     expected, magnitude = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     assert ((out.double() - expected).abs() <= 32 * 2.0**-24 * magnitude).all()
 
