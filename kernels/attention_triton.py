@@ -8,6 +8,8 @@ iteration, and the compiler keeps two tiles of each in flight.
 Shapes: T tokens, H query heads, K KV heads, D head dim, P pages, S slots of a page, B partial rows.
 """
 
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import math

@@ -5,7 +5,7 @@ Codes and scales are those of the reference to the bit: division is IEEE's, roun
 Shapes: T tokens, K KV heads, D head dim, P pages, S slots of a page, X copies.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

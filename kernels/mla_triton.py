@@ -6,8 +6,7 @@ loaded ahead, and the reduction are those of the attention kernel.
 Shapes: T tokens, H heads, R latent rank, E rotated dimensions, P pages, S slots of a page.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_tiny_values_keep_their_precision_in_float16(codes: torch.dtype) -> None
     batch = make_batch([(1, 37), (9, 33)], 16, 4, 2, 64, torch.float16, codes, codes)
     scales = batch.pages.value_scales_PSK
     assert scales is not None
-    pages = dataclasses.replace(batch.pages, value_scales_PSK=scales * 2**-10)
+    pages = dataclasses.replace(batch.pages, value_scales_PSK=scales * 2**-16)
     batch = dataclasses.replace(batch, pages=pages)
     check(attend(batch).float(), batch, PLAIN)
 
