@@ -15,17 +15,17 @@ registers from which the matrix instruction reads its first operand.
 Shapes: T tokens, O out features, I in features, W words of 32 bits, G groups along I; _ is a broadcast dimension.
 """
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _halves(pairs, DTYPE: tl.constexpr):
+def _halves(pairs, dtype: tl.constexpr):
     """Each 32-bit register as its two 16-bit numbers, side by side along the last dimension."""
-    low = pairs.to(tl.uint16).to(DTYPE, bitcast=True)
-    high = (pairs >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    low = pairs.to(tl.uint16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
     both = tl.join(low, high)
     if len(pairs.shape) == 2:
         return tl.reshape(both, (pairs.shape[0], 2 * pairs.shape[1]))
@@ -43,41 +43,41 @@ def _less(value, zero, BASE: tl.constexpr, ZERO: tl.constexpr):
 
 
 @triton.jit
-def decode(words, zero, PART: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr):
-    """The numbers of one part of a block of words, in DTYPE (fp16 or bf16), short of the code's factor in fp16."""
+def decode(words, zero, PART: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of one part of a block of words, in `dtype` (fp16 or bf16), short of the code's factor in fp16."""
     if CODE == "int4":
-        if DTYPE == tl.float16:
+        if dtype == tl.float16:
             # Only every other part is shifted: the odd ones are read 16 times too large.
             pairs = words >> (8 * (PART // 2))
             if PART % 2 == 0:
-                value = _less(_halves((pairs & 0x000F000F) | 0x64006400, DTYPE), zero, 1032.0, ZERO)
+                value = _less(_halves((pairs & 0x000F000F) | 0x64006400, dtype), zero, 1032.0, ZERO)
             else:
-                value = _less(_halves((pairs & 0x00F000F0) | 0x64006400, DTYPE) * 0.0625, zero, 72.0, ZERO)
+                value = _less(_halves((pairs & 0x00F000F0) | 0x64006400, dtype) * 0.0625, zero, 72.0, ZERO)
         else:
             pairs = ((words >> (4 * PART)) & 0x000F000F) | 0x43004300
-            value = _less(_halves(pairs, DTYPE), zero, 136.0, ZERO)
+            value = _less(_halves(pairs, dtype), zero, 136.0, ZERO)
     elif CODE == "int8":
         pairs = words >> (8 * PART)
-        if DTYPE == tl.float16:
-            value = _less(_halves(((pairs & 0x00FF00FF) ^ 0x00800080) | 0x64006400, DTYPE), zero, 1152.0, ZERO)
+        if dtype == tl.float16:
+            value = _less(_halves(((pairs & 0x00FF00FF) ^ 0x00800080) | 0x64006400, dtype), zero, 1152.0, ZERO)
         else:
-            value = _halves((pairs & 0x007F007F) | 0x43004300, DTYPE) - _halves(
-                (pairs & 0x00800080) | 0x43004300, DTYPE
+            value = _halves((pairs & 0x007F007F) | 0x43004300, dtype) - _halves(
+                (pairs & 0x00800080) | 0x43004300, dtype
             )
             if ZERO:
-                value = value - zero.to(DTYPE)
+                value = value - zero.to(dtype)
     elif CODE == "e4m3":
         pairs = words << (8 * (1 - PART))
-        if DTYPE == tl.float16:
-            value = _halves((pairs & 0x80008000) | ((pairs >> 1) & 0x3F803F80), DTYPE)
+        if dtype == tl.float16:
+            value = _halves((pairs & 0x80008000) | ((pairs >> 1) & 0x3F803F80), dtype)
         else:
-            value = _halves((pairs & 0x80008000) | ((pairs >> 4) & 0x07F007F0), DTYPE) * 1.329227995784916e36  # 2^120
+            value = _halves((pairs & 0x80008000) | ((pairs >> 4) & 0x07F007F0), dtype) * 1.329227995784916e36  # 2^120
     else:  # e2m1
         pairs = words << (4 * (3 - PART))
-        if DTYPE == tl.float16:
-            value = _halves((pairs & 0x80008000) | ((pairs >> 3) & 0x0E000E00), DTYPE)
+        if dtype == tl.float16:
+            value = _halves((pairs & 0x80008000) | ((pairs >> 3) & 0x0E000E00), dtype)
         else:
-            value = _halves((pairs & 0x80008000) | ((pairs >> 6) & 0x01C001C0), DTYPE) * 8.507059173023462e37  # 2^126
+            value = _halves((pairs & 0x80008000) | ((pairs >> 6) & 0x01C001C0), dtype) * 8.507059173023462e37  # 2^126
     return value
 
 
@@ -150,8 +150,8 @@ def matmul_kernel(
     BLOCK_O: tl.constexpr,
 ):
     """y = FACTOR · x·Wᵀ · gain + bias for BLOCK_T tokens and BLOCK_O rows of W, over one split of the columns."""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    HALF: tl.constexpr = tl.bfloat16 if DTYPE == tl.bfloat16 else tl.float16
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    HALF: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
     BLOCK: tl.constexpr = PARTS * WIDTH
     STEP: tl.constexpr = BLOCK // STEPS
     # Programs that run together share rows of W: the tiles of tokens are the grid's first axis.
@@ -191,10 +191,10 @@ def matmul_kernel(
                 zero = 0.0
                 if zero_ptr is not None:
                     zero = zeros[step][:, None]
-                weight = decode(words, zero, part, CODE, zero_ptr is not None, HALF).to(DTYPE)
+                weight = decode(words, zero, part, CODE, zero_ptr is not None, HALF).to(dtype)
                 if EARLY:
                     # 2^6 keeps the product with a half's factor away from the smallest numbers
-                    weight = weight * (scales[step] * (64.0 if FACTOR != 1 else 1.0)).to(DTYPE)[:, None]
+                    weight = weight * (scales[step] * (64.0 if FACTOR != 1 else 1.0)).to(dtype)[:, None]
                 partial = tl.dot(weight, tl.trans(x), partial, input_precision="ieee")
             if GROUP > 0 and not EARLY:
                 total += partial * scales[step][:, None]
@@ -294,10 +294,7 @@ def gemv_kernel(
                     zero = tl.load(zero_ptr + at, mask=mask, other=0).to(tl.float32)[:, :, None]
             for part in tl.static_range(step * (PARTS // STEPS), (step + 1) * (PARTS // STEPS)):
                 k = (block * BLOCK + part * WIDTH)[:, None] + column[None, :]
-                if EVEN:
-                    x = tl.load(x_ptr + k)
-                else:
-                    x = tl.load(x_ptr + k, mask=k < I, other=0.0)
+                x = tl.load(x_ptr + k) if EVEN else tl.load(x_ptr + k, mask=k < I, other=0.0)
                 weight = decode(words, zero, part, CODE, zero_ptr is not None, tl.float16).to(tl.float32)
                 partial += weight * x.to(tl.float32)[None, :, :]
             if GROUP > 0:

@@ -135,7 +135,7 @@ class MatmulLinear:
 
 def prepare_matmul(
     weights: QuantizedWeight | Sequence[QuantizedWeight],
-    biases: torch.Tensor | None | Sequence[torch.Tensor | None],
+    biases: torch.Tensor | Sequence[torch.Tensor | None] | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> MatmulLinear:

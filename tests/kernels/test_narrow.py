@@ -118,7 +118,7 @@ def test_not_a_number():
 
 
 def test_powers_of_two():
-    """As torch does for normal numbers. Of subnormal ones torch makes 2^−126 of all above 2^−127; the nearest is meant."""
+    """As torch does for normal numbers; of subnormal ones torch makes 2^−126 of all above 2^−127."""
     exact = narrow.decode_e8m0(all_codes()[:255])
     assert torch.equal(narrow.encode_e8m0(exact), all_codes()[:255])
     half = (exact[1:254].double() * 1.5).float()
