@@ -122,6 +122,10 @@ def install() -> None:
     def create_fabs(self: Any, source: Handle) -> Handle:
         return self.unary_op(source, np.abs)
 
-    for method in (cast_impl, create_fp_to_fp, binary_op, unary_op, ternary_op, create_fma, create_dot, create_fabs):
+    def get_bf16(self: Any, value: float) -> Handle:  # Triton 3.7 has no such constants
+        return rounded(np.array([value], dtype=np.float32))
+
+    methods = (cast_impl, create_fp_to_fp, binary_op, unary_op, ternary_op, create_fma, create_dot, create_fabs)
+    for method in (*methods, get_bf16):
         setattr(builder, method.__name__, method)
     setattr(reduction, apply_impl.__name__, apply_impl)

@@ -10,7 +10,19 @@ import triton
 import triton.language as tl
 
 BLOCK = 512
-OPERATIONS = ("add", "sub", "mul", "neg", "maximum", "where", "max", "sum after cast", "to float16", "int to bf16")
+OPERATIONS = (
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "maximum",
+    "where",
+    "times 1.1",
+    "max",
+    "sum after cast",
+    "to float16",
+    "int to bf16",
+)
 
 
 @triton.jit
@@ -29,6 +41,8 @@ def operate(x_ptr, y_ptr, out_ptr, OPERATION: tl.constexpr, BLOCK: tl.constexpr)
         tl.store(out_ptr + i, tl.maximum(x, y))
     elif OPERATION == "where":
         tl.store(out_ptr + i, tl.where(x < y, x, y))
+    elif OPERATION == "times 1.1":
+        tl.store(out_ptr + i, x * 1.1)
     elif OPERATION == "max":
         tl.store(out_ptr, tl.max(x, axis=0))
     elif OPERATION == "sum after cast":
@@ -74,6 +88,7 @@ def expected_of(operation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
         "neg": lambda: -x,
         "maximum": lambda: torch.maximum(x, y),
         "where": lambda: torch.where(x < y, x, y),
+        "times 1.1": lambda: x * torch.tensor(1.1, dtype=torch.bfloat16),
         "max": lambda: x.max()[None],
         "to float16": lambda: x.to(torch.float16),
         "int to bf16": lambda: (torch.arange(BLOCK) * 37).to(torch.bfloat16),
