@@ -42,6 +42,18 @@ def python_files() -> set[str]:
     return {path.as_posix() for path in own | linked}
 
 
+def data_files() -> set[str]:
+    """What the package reads beside its modules: templates, C sources, recorded figures."""
+    own = {path.relative_to(ROOT) for path in (ROOT / "compress").rglob("*.html")}
+    linked = {
+        Path("compress") / path.relative_to(ROOT)
+        for pattern in ("*.c", "*.h", "*.json")
+        for path in (ROOT / "kernels").rglob(pattern)
+    }
+    assert len(linked) > 10
+    return {path.as_posix() for path in own | linked}
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree without what git ignores; links stay links."""
@@ -62,8 +74,7 @@ def test_wheel_holds_every_module_and_imports(source: Path, tmp_path: Path) -> N
         packed = set(archive.namelist())
     assert {name for name in packed if name.endswith(".py")} == python_files()
     assert any(name.endswith("licenses/LICENSE") for name in packed)
-    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "compress").rglob("*.html")}
-    assert data <= packed
+    assert data_files() <= packed
     run(*pip, "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=tmp_path)
     told = run(
         sys.executable, "-c",
@@ -87,7 +98,9 @@ def test_source_archive_builds_the_same_wheel(source: Path, tmp_path: Path) -> N
     run(sys.executable, "-c", build.format("wheel", str(tmp_path)), cwd=unpacked)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed_wheel:
-        assert {name for name in packed_wheel.namelist() if name.endswith(".py")} == python_files()
+        names = set(packed_wheel.namelist())
+    assert {name for name in names if name.endswith(".py")} == python_files()
+    assert data_files() <= names
 
 
 def pins() -> dict[str, Version]:

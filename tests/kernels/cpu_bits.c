@@ -1,0 +1,85 @@
+/* Prints a hash of the results of every compiled kernel for each instruction set: all lines are to be equal. */
+#include "linear.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int compress_supports(int isa);
+int compress_linear(int isa, int exact, int threads, const float *x, int64_t x_stride, float *y, int64_t y_stride, int m,
+                    int64_t k, int64_t block, int64_t group, const Part *parts, int count);
+int compress_attention(int isa, int threads, const AttentionProblem *p);
+void compress_norm(int isa, int threads, const float *x, int64_t x_stride, const float *residual,
+                   int64_t residual_stride, float *total, const float *weight, int64_t weights, float *out, int64_t rows,
+                   int64_t count, float eps, int unit_offset);
+void compress_gate(int isa, int threads, const float *x, int64_t x_stride, float *out, int64_t rows, int64_t count,
+                   int gelu);
+
+enum { K = 576, N = 70, M = 13, G = 64, PANELS = 5 };
+
+static uint32_t state;
+static uint32_t next(void) { return state = state * 1664525u + 1013904223u; }
+static float number(void) { return (float)(next() >> 8) / 8388608.0f - 1.0f; }
+
+static float x[M * K], y[M * N], scale[PANELS * 16 * K / G], gated[M * K], total[M * K], weight[K];
+static int8_t zero[PANELS * 16 * K / G];
+static uint32_t words[N * K];
+static float cache[8 * 16 * 2 * 32], q[5 * 6 * 32], out[5 * 6 * 32];
+
+static void print_hash(const void *data, size_t bytes)
+{
+    uint64_t hash = 1469598103934665603ull;
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ ((const uint8_t *)data)[i]) * 1099511628211ull;
+    printf("%016llx ", (unsigned long long)hash);
+}
+
+static void run(int isa)
+{
+    const int widths[] = {K / 2, K, 2 * K, 2 * K, 4 * K}; /* bytes of a row of each kind */
+    state = 1;
+    for (int i = 0; i < M * K; i++)
+        x[i] = 4.0f * number();
+    for (int i = 0; i < K; i++)
+        weight[i] = number();
+    for (int i = 0; i < PANELS * 16 * K / G; i++) {
+        scale[i] = number();
+        zero[i] = (int8_t)((next() >> 28) - 8);
+    }
+    for (int kind = KIND_INT4; kind <= KIND_F32; kind++) {
+        for (int i = 0; i < N * K; i++) /* exponents of floats stay below the largest */
+            words[i] = next() & (kind == KIND_F16 ? 0xbbffbbffu : kind >= KIND_BF16 ? 0xbfffbfffu : ~0u);
+        for (int variant = 0; variant < 4; variant++) {
+            const int floats = kind >= KIND_BF16, exact = floats || (variant & 1);
+            const Part part = {words,        widths[kind], N, floats ? 0 : scale, floats || variant < 2 ? 0 : zero, 0, 0, kind,
+                               floats ? SCALE_NONE : SCALE_F32};
+            compress_linear(isa, exact, 1, x, K, y, N, M, K, 64, floats ? K : G, &part, 1);
+            print_hash(y, sizeof y);
+        }
+    }
+    compress_gate(isa, 1, x, K, gated, M, K / 2, 0);
+    print_hash(gated, sizeof gated / 2);
+    compress_gate(isa, 1, x, K, gated, M, K / 2, 1);
+    print_hash(gated, sizeof gated / 2);
+    compress_norm(isa, 1, x, K, x, K, total, weight, 1, gated, M, K, 1e-5f, 1);
+    print_hash(gated, sizeof gated);
+    for (int i = 0; i < 8 * 16 * 2 * 32; i++)
+        cache[i] = number();
+    for (int i = 0; i < 5 * 6 * 32; i++)
+        q[i] = number();
+    const int32_t pages[] = {3, 1, 2, 0, 5, 4, 7, 6};
+    const Request request = {0, 5, 100, 0};
+    const Cache keys = {cache, 0, 16 * 2 * 32, 2 * 32, 32, 0, 0, 0, PAGE_F32};
+    const AttentionProblem problem = {q, out, 6 * 32, 32, keys, keys, &request, pages, 0, 1, 6, 2, 32, 16, 50, 0.2f, 3.0f};
+    compress_attention(isa, 1, &problem);
+    print_hash(out, sizeof out);
+    printf("\n");
+}
+
+int main(void)
+{
+    for (int isa = 0; isa < 4; isa++)
+        if (compress_supports(isa))
+            run(isa);
+    return 0;
+}
