@@ -304,7 +304,7 @@ def choose_tile(q_THD: torch.Tensor, pages: Pages, target: Target, short: bool) 
     group_rows = triton.next_power_of_2(q_THD.shape[1] // pages.keys_PSKD.shape[2])
     if q_THD.dtype == torch.float32:
         rows = max(16, group_rows)
-        return Tile(rows, keys=16 if dims > 64 else 32, warps=8 if rows * dims > 16 * 128 else 4, stages=2)
+        return Tile(rows, keys=16 if dims > 64 else 32, warps=8 if rows * dims > 16 * 64 else 4, stages=2)
     if short:
         rows = max(16, group_rows)
         # a tile of bytes in flight is as large as one of 16 bits; float16 takes more registers to scale values

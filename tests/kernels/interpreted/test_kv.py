@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.kernels.kv import LIMITS, KVCache, copy_pages, static_scales, store
-from compress.kernels.kv_triton import copy_pages_triton, plan_store, store_triton
+from compress.kernels import kv, kv_triton
+from compress.kernels.kv import LIMITS, KVCache, static_scales
 from compress.kernels.launch import run
 from compress.kernels.mla import LatentCache, store_latents
 
@@ -70,7 +70,7 @@ def test_store(heads: int, dim: int, key: torch.dtype, value: torch.dtype, dtype
     ours, wanted = caches(heads, dim, key, value, static)
     qkv = tricky(12, 2 * heads + 1, dim, dtype)  # keys and values as slices of one product
     slots = torch.tensor([7, 0, 23, 11, 12, 1, 2, 3, 4, -1, 5, -1])
-    for cache, write in ((ours, store_triton), (wanted, store)):
+    for cache, write in ((ours, kv_triton.store), (wanted, kv.store)):
         write(qkv[:, :heads], qkv[:, heads + 1 :], cache, 0, slots)
     for a, b in zip(ours.written, wanted.written, strict=True):
         same_bytes(a, b)
@@ -83,7 +83,7 @@ def test_latents_are_stored_as_keys_and_values_of_different_size() -> None:
     both = torch.full((2, PAGES, SIZE, 112), -7.0)
     ours, wanted = (LatentCache((half[..., :96],), (half[..., 96:],)) for half in both)
     store_latents(latents, keys, wanted.layer(0), slots)
-    run(plan_store(latents[:, None], keys[:, None], ours.layer(0).as_heads, slots))
+    run(kv_triton.plan_store(latents[:, None], keys[:, None], ours.layer(0).as_heads, slots))
     same_bytes(both[0], both[1])
 
 
@@ -91,10 +91,10 @@ def test_copy_pages() -> None:
     ours, wanted = caches(3, 10, torch.float16, torch.int8, False)
     x = torch.randn(24, 3, 10, generator=torch.Generator().manual_seed(0))
     for cache in (ours, wanted):
-        store(x.half(), x.half(), cache, 0, torch.arange(24))
+        kv.store(x.half(), x.half(), cache, 0, torch.arange(24))
     copies = [(0, 3), (2, 5), (0, 1)]
-    copy_pages_triton(ours, copies)
-    copy_pages(wanted, copies)
+    kv_triton.copy_pages(ours, copies)
+    kv.copy_pages(wanted, copies)
     for a, b in zip(ours.written, wanted.written, strict=True):
         same_bytes(a, b)
 
@@ -102,8 +102,8 @@ def test_copy_pages() -> None:
 def test_pages_of_odd_size_and_pages_apart_are_copied() -> None:
     wide = torch.randint(-100, 100, (4, 2, 3, 3, 5), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
     before = wide.clone()
-    copy_pages_triton(KVCache((wide[:, 0],), (wide[:, 1],)), [(1, 2)])
+    kv_triton.copy_pages(KVCache((wide[:, 0],), (wide[:, 1],)), [(1, 2)])
     before[2] = before[1]
     assert torch.equal(wide, before)
     with pytest.raises(ValueError, match="not contiguous"):
-        copy_pages_triton(KVCache((wide[:, 0].transpose(1, 2),), (wide[:, 1],)), [(1, 2)])
+        kv_triton.copy_pages(KVCache((wide[:, 0].transpose(1, 2),), (wide[:, 1],)), [(1, 2)])
