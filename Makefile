@@ -1,6 +1,7 @@
 # make demo    quantize a small real model on this CPU and write a report; needs Python 3.10+, git and make
 # make test    the tests that take seconds; make test MARK= runs the slow ones too
-# make gate    every GPU kernel compiled for every target, and its machine code looked at; part of make test
+# make gate    every GPU kernel compiled for every target, and its machine code looked at; make test takes three of the
+#              targets, make test MARK= all
 # make check   linter, formatter, type checker
 # make clean   remove the environment and what the demo wrote
 
@@ -41,7 +42,7 @@ demo: $(VENV)/runtime.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "$(MARK)" $(PYTEST)
-	$(if $(filter Linux,$(shell uname -s)),$(BIN)/python -m compress.kernels.gate)
+	$(if $(filter Linux,$(shell uname -s)),$(BIN)/python -m compress.kernels.gate $(if $(MARK),--few))
 
 gate: $(VENV)/dev.stamp
 	$(BIN)/python -m compress.kernels.gate

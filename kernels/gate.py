@@ -2,6 +2,7 @@
 
     python -m compress.kernels.gate                       # all, and docs/kernels-gate.md
     python -m compress.kernels.gate --target sm_90 --only "int4 M=16"
+    python -m compress.kernels.gate --few                 # three targets instead of seven
     python -m compress.kernels.gate --record              # accept the instruction counts as they are
 
 Exit code 0: all is well; 1: one line for each objection; 2: it could not begin.
@@ -128,11 +129,12 @@ def unknown(kind: str, name: str, known: Sequence[str]) -> str:
 
 
 def choose(
-    groups: Mapping[str, Sequence[Case]], modules: Mapping[str, Sequence[Target]], target: str | None, only: str | None
+    groups: Mapping[str, Sequence[Case]], modules: Mapping[str, Sequence[Target]], options: argparse.Namespace
 ) -> list[tuple[Case, Target]] | str:
     """What to compile, or what is wrong with the names given."""
-    named = [known for known in TARGETS if str(known) == target]
-    if target is not None and not named:
+    target, only = options.target, options.only
+    named = [known for known in TARGETS if str(known) == target] or (FEW if options.few else ())
+    if target is not None and target not in map(str, TARGETS):
         return unknown("target", target, [str(known) for known in TARGETS])
     cases = [(case, named or modules[module]) for module, group in groups.items() for case in group]
     if only is not None:
@@ -150,6 +152,7 @@ def main(
 ) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help=f"one of {', '.join(map(str, TARGETS))}")
+    parser.add_argument("--few", action="store_true", help=f"compile for {', '.join(map(str, FEW))} alone")
     parser.add_argument("--only", metavar="NAME", help="a case, or a module of cases")
     parser.add_argument("--record", action="store_true", help="record the instructions per element as the budget")
     parser.add_argument("--out", type=Path, help="the report's file; of a full run, docs/kernels-gate.md")
@@ -158,7 +161,7 @@ def main(
         return fail("TRITON_INTERPRET is set: a process that interprets kernels cannot compile them")
     if importlib.util.find_spec("triton") is None:
         return fail("the gate compiles with Triton, which is not installed: pip install 'triton>=3.6'")
-    jobs = choose(collect(modules), modules, options.target, options.only)
+    jobs = choose(collect(modules), modules, options)
     if isinstance(jobs, str):
         return fail(jobs)
     return conclude(compile_all(jobs), options, budget_file)
@@ -168,7 +171,7 @@ def conclude(rows: Sequence[Row], options: argparse.Namespace, budget_file: Path
     """Print, record and judge."""
     triton, described = compilers()
     budget = Budget.read(budget_file)
-    whole = options.target is None and options.only is None
+    whole = options.target is None and options.only is None and not options.few
     if options.record:
         budget = recorded(rows, budget, triton, whole)
         budget.write(budget_file)

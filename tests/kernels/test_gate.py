@@ -184,6 +184,12 @@ def test_the_command_records_then_passes_then_objects(
     assert gate.main(arguments, cases, budget) == 1
 
 
+def test_few_targets(cases: dict[str, tuple[Target, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gate.main(["--few"], cases, tmp_path / "budget.json")
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in shown if line.startswith("gemm ")] == ["sm_80", "sm_90", "gfx942"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
