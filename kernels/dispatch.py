@@ -25,10 +25,11 @@ from itertools import groupby
 
 import torch
 
-from compress.kernels import activation, attention, kv, logprob, norm, rotary
+from compress.kernels import activation, attention, kv, logprob, mla, norm, rotary
 from compress.kernels.cpu import linear as compiled
 from compress.kernels.cpu.attention import CompiledAttention
 from compress.kernels.cpu.isa import ISAS, Isa, supported
+from compress.kernels.cpu.latent import CompiledLatentAttention
 from compress.kernels.cpu.pointwise import CompiledRows
 from compress.kernels.linear import DenseLinear, DenseLinearCPU, Linear, SideBySide
 from compress.kernels.matmul import QuantizedWeight, dequantized
@@ -127,6 +128,7 @@ def prepare_operations(device: torch.device) -> Operations:
         store=kv.store,
         copy_pages=kv.copy_pages,
         attention=attention.PagedAttention,
+        latent_attention=mla.PagedLatentAttention,
         token_logprobs=logprob.token_logprobs,
     )
     if path.isa is None:
@@ -140,6 +142,7 @@ def prepare_operations(device: torch.device) -> Operations:
         gated=rows.gated,
         store=rows.store,
         attention=partial(CompiledAttention, isa=path.isa),
+        latent_attention=partial(CompiledLatentAttention, isa=path.isa),
     )
 
 
@@ -150,6 +153,7 @@ def _triton_operations(device: torch.device) -> Operations:
         attention_triton,
         kv_triton,
         logprob_triton,
+        mla_triton,
         norm_triton,
         rotary_triton,
     )
@@ -162,6 +166,7 @@ def _triton_operations(device: torch.device) -> Operations:
         store=kv_triton.store,
         copy_pages=kv_triton.copy_pages,
         attention=partial(attention_triton.PagedAttentionTriton, device=device),
+        latent_attention=partial(mla_triton.PagedLatentAttentionTriton, device=device),
         token_logprobs=logprob_triton.token_logprobs,
     )
 

@@ -13,12 +13,19 @@ import torch
 
 from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.kv import Pages
+from compress.kernels.mla import LatentPages
 
 
 class Attention(Protocol):
     """The paged attention of one step, planned once and run in every layer."""
 
     def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor: ...
+
+
+class LatentAttention(Protocol):
+    """The same over latents: [T, H, R]."""
+
+    def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -32,4 +39,5 @@ class Operations:
     store: Callable[..., None]  # kv.store
     copy_pages: Callable[..., None]  # kv.copy_pages
     attention: Callable[[PagedQueries], Attention]  # attention.PagedAttention
+    latent_attention: Callable[[PagedQueries], LatentAttention]  # mla.PagedLatentAttention
     token_logprobs: Callable[..., object]  # logprob.token_logprobs

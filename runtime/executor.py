@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from compress.arch import ModelSpec, read_spec
 from compress.checkpoint import Checkpoint, check_tensors
 from compress.errors import UserError
-from compress.kernels.attention import AttentionOptions, FullAttention
 from compress.kernels.dispatch import path_of
 from compress.kernels.kv import KVCache
 from compress.runtime.batch import Batch
-from compress.runtime.models.llama import Llama, load_llama
+from compress.runtime.models.attend import full_attend, paged_attend
+from compress.runtime.models.load import load_model
+from compress.runtime.models.model import CacheLayout, Model
 
 MEMORY_SHARE = 0.25  # of the free memory, at most, for the cache where its size is not given
 DEFAULT_CONTEXTS = 8  # requests of full context length that it is meant to hold
@@ -24,7 +26,7 @@ DEFAULT_CONTEXTS = 8  # requests of full context length that it is meant to hold
 class Executor:
     """Runs batches of paged requests, and whole sequences without a cache."""
 
-    def __init__(self, model: Llama, cache: KVCache, page_size: int, device: torch.device) -> None:
+    def __init__(self, model: Model, cache: KVCache, page_size: int, device: torch.device) -> None:
         self.model = model
         self.cache = cache
         self.page_size = page_size
@@ -32,13 +34,7 @@ class Executor:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute the batch's tokens into the cache; float32 logits [N, V] of `batch.logit_rows`."""
-        operations = self.model.operations
-        paged = operations.attention(batch.queries)
-
-        def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            operations.store(k_TKD, v_TKD, self.cache, layer, batch.slots_T)
-            return paged(q_THD, self.cache.layer(layer), AttentionOptions(window=self.model.spec.windows[layer]))
-
+        attend = paged_attend(self.model, self.cache, batch.queries, batch.slots_T)
         hidden_TC = self.model.hidden(batch.ids_T, batch.positions_T, attend)
         rows = batch.logit_rows
         if len(rows) < len(hidden_TC):
@@ -48,11 +44,7 @@ class Executor:
     def hidden_states(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, S, C] after the final norm, in one causal pass."""
         sequences, length = ids_BS.shape
-        full = FullAttention(sequences, length, self.device)
-
-        def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            return full(q_THD, k_TKD, v_TKD, AttentionOptions(window=self.model.spec.windows[layer]))
-
+        attend = full_attend(self.model, sequences, length, self.device)
         positions_T = torch.arange(length, device=self.device).repeat(sequences)
         hidden_TC = self.model.hidden(ids_BS.to(self.device).flatten(), positions_T, attend)
         return self.model.final_norm(hidden_TC).unflatten(0, (sequences, length))
@@ -71,9 +63,10 @@ def load_executor(
     checkpoint = Checkpoint.open(path)
     spec = read_spec(checkpoint.config, str(path / "config.json"))
     check_tensors(checkpoint, spec)
-    model = load_llama(checkpoint, spec, device, dtype, exact)
-    tokens = max_tokens_in_cache or default_cache_tokens(spec, device, dtype)
-    return Executor(model, allocate_cache(spec, -(-tokens // page_size), page_size, device, dtype), page_size, device)
+    model = load_model(checkpoint, spec, device, dtype, exact)
+    layout = model.cache_layout
+    tokens = max_tokens_in_cache or default_cache_tokens(spec, layout, device, dtype)
+    return Executor(model, allocate_cache(layout, -(-tokens // page_size), page_size, device, dtype), page_size, device)
 
 
 def check_kernels(device: torch.device) -> None:
@@ -97,26 +90,37 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def cache_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    return 2 * spec.layers * spec.kv_heads * spec.head_dim * dtype.itemsize
+def cache_bytes_per_token(layout: Sequence[CacheLayout], dtype: torch.dtype) -> int:
+    return sum(layer.numbers for layer in layout) * dtype.itemsize
 
 
-def default_cache_tokens(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
+def default_cache_tokens(
+    spec: ModelSpec, layout: Sequence[CacheLayout], device: torch.device, dtype: torch.dtype
+) -> int:
     """Some requests of full length, or what a share of the free memory holds if that is less."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    fitting = int(free * MEMORY_SHARE) // cache_bytes_per_token(spec, dtype)
+    fitting = int(free * MEMORY_SHARE) // cache_bytes_per_token(layout, dtype)
     return max(1, min(fitting, DEFAULT_CONTEXTS * spec.max_positions))
 
 
-def allocate_cache(spec: ModelSpec, pages: int, page_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:
+def allocate_cache(
+    layout: Sequence[CacheLayout], pages: int, page_size: int, device: torch.device, dtype: torch.dtype
+) -> KVCache:
     """Zeroed pages: masked slots are multiplied by 0, which a leftover NaN would survive."""
-    shape = (pages, page_size, spec.kv_heads, spec.head_dim)
 
-    def zeros() -> torch.Tensor:
+    def zeros(heads: int, dim: int) -> torch.Tensor:
+        shape = (pages, page_size, heads, dim)
         if device.type != "cpu":
             return torch.zeros(shape, device=device, dtype=dtype)
         # numpy asks for zeroed memory that the system provides on first use, so unused pages cost nothing
         blank = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
         return torch.from_numpy(blank).view(dtype).view(shape)
 
-    return KVCache(tuple(zeros() for _ in range(spec.layers)), tuple(zeros() for _ in range(spec.layers)))
+    def layer_pages(layer: CacheLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        if not layer.latent:
+            return zeros(layer.kv_heads, layer.key_dim), zeros(layer.kv_heads, layer.value_dim)
+        latents, keys = zeros(1, layer.key_dim + layer.value_dim).split((layer.key_dim, layer.value_dim), dim=3)
+        return latents, keys
+
+    keys, values = zip(*map(layer_pages, layout), strict=True)
+    return KVCache(keys, values)

@@ -7,8 +7,8 @@ Shapes: T tokens, C hidden, V vocabulary, H query heads, K KV heads, D head dim,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,13 @@ import torch.nn.functional as F
 from compress.arch import EMBEDDING, FINAL_NORM, HEAD, ModelSpec, block_prefix
 from compress.checkpoint import Checkpoint
 from compress.formats import map_linear
+from compress.kernels.attention import AttentionOptions
 from compress.kernels.dispatch import prepare_linear, prepare_operations
 from compress.kernels.linear import Linear
 from compress.kernels.operations import Operations
 from compress.kernels.rotary import rotary_tables
 from compress.rope import attention_scaling, inverse_frequencies
-
-# (layer, q [T, H, D], k [T, K, D], v [T, K, D]) → [T, H, D]
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from compress.runtime.models.model import Attend, CacheLayout
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,19 @@ class Llama:
     head: Linear
     inverse_F: torch.Tensor
     operations: Operations
+    replayable = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.final_norm_C.dtype
+
+    @cached_property
+    def attention(self) -> tuple[AttentionOptions, ...]:
+        return tuple(AttentionOptions(window=window) for window in self.spec.windows)
+
+    @cached_property
+    def cache_layout(self) -> tuple[CacheLayout, ...]:
+        return (CacheLayout(self.spec.kv_heads, self.spec.head_dim, self.spec.head_dim),) * self.spec.layers
 
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [T, C] before the final norm."""

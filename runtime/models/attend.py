@@ -1,0 +1,49 @@
+"""The two attentions that a model runs with: over the paged cache, and over whole sequences without one.
+
+Shapes: T tokens, H query heads, K KV heads, D head dim, R latent rank, E rotated dimensions, X = R + E.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compress.kernels.attention import FullAttention, PagedQueries
+from compress.kernels.kv import KVCache
+from compress.kernels.mla import LatentPages
+from compress.runtime.models.model import Attend, Model
+
+
+def paged_attend(model: Model, cache: KVCache, queries: PagedQueries, slots_T: torch.Tensor) -> Attend:
+    """Attention of one step, planned once: stores what the new tokens leave in their slots, then attends."""
+    operations, options = model.operations, model.attention
+    if not model.cache_layout[0].latent:
+        paged = operations.attention(queries)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            operations.store(k, v, cache, layer, slots_T)
+            return paged(q, cache.layer(layer), options[layer])
+
+        return attend
+    latent = operations.latent_attention(queries)
+
+    def attend_latents(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        operations.store(k, v, cache, layer, slots_T)
+        pages = cache.layer(layer)
+        q_THR, q_THE = q.split((k.shape[2], v.shape[2]), dim=2)
+        scale = options[layer].scale
+        assert scale is not None
+        return latent(q_THR, q_THE, LatentPages(pages.keys_PSKD[:, :, 0], pages.values_PSKD[:, :, 0]), scale)
+
+    return attend_latents
+
+
+def full_attend(model: Model, sequences: int, length: int, device: torch.device) -> Attend:
+    """Attention of whole sequences, one after the other, each of `length` tokens."""
+    full = FullAttention(sequences, length, device)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if model.cache_layout[layer].latent:
+            k, v = torch.cat((k, v), dim=2), k
+        return full(q, k, v, model.attention[layer])
+
+    return attend
