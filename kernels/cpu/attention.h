@@ -127,32 +127,65 @@ static void softmax_row(const AttentionProblem *p, Work *work, int row)
             vf_store(work->acc[row] + d, vf_mul(vf_load(work->acc[row] + d), vf_set1(factor)));
 }
 
+/* `width` vectors of the output at a time: as many sums at once as hide the latency of one. */
 static inline __attribute__((always_inline)) void add_values(const AttentionProblem *p, Work *work, int first, int rows,
-                                                             int keys)
+                                                             int width, int keys)
 {
-    for (int64_t d = 0; d < p->dim; d += ROWS) {
-        vf acc[4];
+    int64_t d = 0;
+    for (; d + width * ROWS <= p->dim; d += width * ROWS) {
+        vf acc[4][4];
         for (int r = 0; r < rows; r++)
-            acc[r] = vf_load(work->acc[first + r] + d);
-        for (int j = 0; j < keys; j++) {
-            const vf v = vf_load(work->rows[j] + d);
-            for (int r = 0; r < rows; r++)
-                acc[r] = vf_fma(v, vf_set1(work->s[first + r][j]), acc[r]);
-        }
+            for (int i = 0; i < width; i++)
+                acc[r][i] = vf_load(work->acc[first + r] + d + ROWS * i);
+        for (int j = 0; j < keys; j++)
+            for (int i = 0; i < width; i++) {
+                const vf v = vf_load(work->rows[j] + d + ROWS * i);
+                for (int r = 0; r < rows; r++)
+                    acc[r][i] = vf_fma(v, vf_set1(work->s[first + r][j]), acc[r][i]);
+            }
         for (int r = 0; r < rows; r++)
-            vf_store(work->acc[first + r] + d, acc[r]);
+            for (int i = 0; i < width; i++)
+                vf_store(work->acc[first + r] + d + ROWS * i, acc[r][i]);
     }
+    for (; d < p->dim; d += ROWS) /* what is left of a width that does not divide the head */
+        for (int r = 0; r < rows; r++) {
+            vf acc = vf_load(work->acc[first + r] + d);
+            for (int j = 0; j < keys; j++)
+                acc = vf_fma(vf_load(work->rows[j] + d), vf_set1(work->s[first + r][j]), acc);
+            vf_store(work->acc[first + r] + d, acc);
+        }
 }
 
-#define BY_FOUR(call)                                                                                                  \
+/* `call` for four rows at a time, then for the three, two or one that are left; N is how many. */
+#define EACH_ROWS(call)                                                                                                \
     for (r = 0; r + 4 <= rows; r += 4) {                                                                               \
         enum { N = 4 };                                                                                                \
         call;                                                                                                          \
     }                                                                                                                  \
-    for (; r < rows; r++) {                                                                                            \
+    if (rows - r == 3) {                                                                                               \
+        enum { N = 3 };                                                                                                \
+        call;                                                                                                          \
+    } else if (rows - r == 2) {                                                                                        \
+        enum { N = 2 };                                                                                                \
+        call;                                                                                                          \
+    } else if (rows - r == 1) {                                                                                        \
         enum { N = 1 };                                                                                                \
         call;                                                                                                          \
     }
+
+/* Ask for the keys or values of a tile: pages lie apart, and no hardware guesses where the next one is. */
+static void ask_for(const AttentionProblem *p, const Cache *cache, const QueryBlock *block, int64_t first, int64_t stop)
+{
+    static const int sizes[] = {4, 2, 2, 1, 1};
+    const int32_t *pages = p->pages + block->request->table;
+    const int64_t bytes = sizes[cache->type];
+    for (int64_t key = first; key < first + KEYS && key < stop; key++) {
+        const int64_t at = pages[key / p->page_size] * cache->page + key % p->page_size * cache->slot;
+        const uint8_t *row = (const uint8_t *)cache->data + (at + block->kv_head * cache->head) * bytes;
+        for (int64_t i = 0; i < p->dim * bytes; i += 64)
+            __builtin_prefetch(row + i, 0, 2);
+    }
+}
 
 static void attend_block(const AttentionProblem *p, const QueryBlock *block)
 {
@@ -173,6 +206,7 @@ static void attend_block(const AttentionProblem *p, const QueryBlock *block)
     const int64_t oldest = p->window ? work.position[0] - p->window + 1 : 0;
     for (int64_t first = (oldest > 0 ? oldest : 0) / KEYS * KEYS; first < stop; first += KEYS) {
         gather_rows(p, &p->keys, block, first, stop, &work);
+        ask_for(p, &p->values, block, first, stop);
         for (int lane = 0; lane < KEYS; lane += ROWS) {
             for (int64_t d = 0; d < p->dim; d += COLUMNS) {
                 vi v[COLUMNS];
@@ -180,12 +214,13 @@ static void attend_block(const AttentionProblem *p, const QueryBlock *block)
                 for (int i = 0; i < COLUMNS && d + i < p->dim; i++)
                     vi_store((uint8_t *)(work.turned + ROWS * (d + i)), v[i]);
             }
-            BY_FOUR(score_rows(p, &work, r, N, first + lane, lane))
+            EACH_ROWS(score_rows(p, &work, r, N, first + lane, lane))
         }
         for (r = 0; r < rows; r++)
             softmax_row(p, &work, r);
         gather_rows(p, &p->values, block, first, stop, &work);
-        BY_FOUR(add_values(p, &work, r, N, (int)least(KEYS, stop - first)))
+        ask_for(p, &p->keys, block, first + KEYS, stop);
+        EACH_ROWS(add_values(p, &work, r, N, VALUE_VECTORS, (int)least(KEYS, stop - first)))
     }
     for (r = 0; r < rows; r++) {
         const int64_t token = request->token + block->first_token + r / block->heads;
