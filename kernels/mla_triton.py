@@ -68,7 +68,6 @@ def _attend_latents(
     first_key = tl.load(item + 3)
     end_key = tl.load(item + 4)  # a single token's keys end with itself: no more mask is needed
     table += tl.load(item + 5)
-    partial = tl.load(item + 6).to(tl.int64)
 
     head = (program % head_blocks) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, KEYS)
@@ -99,6 +98,8 @@ def _attend_latents(
         sums = tl.dot(weights.to(q.dtype), c, sums * decay[:, None], input_precision=PRECISION)
         ids = next_ids
 
+    partial = tl.load(item + 6).to(tl.int64)
+    token = tl.load(item + 7).to(tl.int64)  # loaded anew: no register need hold it through the loop
     if partial < 0:
         result = sums / total[:, None]
         out_at = out + token * out_t + head[:, None] * out_h + ranks[None, :]
