@@ -229,15 +229,17 @@ def _tile(tokens: int, dtype: torch.dtype, target: Target) -> tuple[int, int, in
     """Tokens and rows of a tile, warps, stages."""
     # Four warps on 64 rows have wider instructions here, of another order of sums than those for few tokens.
     wide = target.arch in (90, 100)
-    if target.backend == "hip":
-        if tokens <= FEW_TOKENS:
-            return 16, 64, 2, 2  # tiles of 32 tokens have another instruction
-        return (64, 64, 4, 2) if tokens <= 256 or dtype == torch.float32 else (128, 128, 8, 2)
+    hip, few = target.backend == "hip", tokens <= FEW_TOKENS
+    stages = 2 if hip else 3
+    if dtype == torch.float32 and not few:
+        return 32, 64, 4, stages  # no matrix instruction: the operands fill the registers
+    if hip and few:
+        return 16, 64, 2, stages  # tiles of 32 tokens have another instruction
     if tokens <= 16:
         return 16, 64, 2, 4
-    if tokens <= FEW_TOKENS:
-        return (32, 64, 2, 3) if wide else (32 if tokens <= 32 else 64, 64, 4, 3)
-    return (64, 64, 4, 3) if tokens <= 256 or dtype == torch.float32 or not wide else (128, 128, 8, 3)
+    if few:
+        return (32, 64, 2, stages) if wide else (32 if tokens <= 32 else 64, 64, 4, stages)
+    return (128, 128, 8, stages) if tokens > 256 and (wide or hip) else (64, 64, 4, stages)
 
 
 def plan_matmul(
