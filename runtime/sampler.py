@@ -1,54 +1,68 @@
 """Choosing the next token.
 
-Every random number is a hash of (seed, request key, position), so a request draws the same whatever else is running,
-in whatever order, and again after preemption.
+Every random number is a hash of (seed, request key, position, stream), so a request draws the same whatever else is
+running, in whatever order, and again after preemption. Nothing here sums over the vocabulary by a reduction, whose
+order torch lets depend on the shape: softmax and cumulative sums go row by row.
 
-Shapes: N requests, V vocabulary.
+Shapes: N rows (a request has one, or one for each draft token to verify and one more), n some of them, V vocabulary,
+k candidates.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from compress.runtime.penalties import Draw, adjust
 from compress.runtime.request import SamplingParams, TokenLogprobs
 
-NUCLEUS_FIRST_TRY = 1024  # a sort of so many tokens nearly always holds the nucleus; the whole vocabulary seldom must
+# so many of the likeliest tokens nearly always hold the nucleus; the whole vocabulary seldom has to be sorted
+NUCLEUS_TRIES = (128, 1024)
 
-
-@dataclass(frozen=True)
-class Draw:
-    """One token to choose: by what rules, and as which draw."""
-
-    params: SamplingParams
-    key: bytes
-    position: int  # of the token to come
+__all__ = ["Draw", "adjust", "distribution", "distributions", "logprobs", "logprobs_of", "pick", "sample", "uniform"]
 
 
 def sample(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token for each row of float32 logits."""
-    tokens = logits_NV.argmax(-1).tolist()
-    for row, draw in enumerate(draws):
-        if draw.params.temperature > 0:
-            probs_V = distribution(logits_NV[row], draw.params)
-            tokens[row] = pick(probs_V, uniform(draw.params.seed, draw.key, draw.position))
+    """One token for each row of the model's float32 logits, under the rules of its request."""
+    return choose(adjust(logits_NV, draws), draws)
+
+
+def choose(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """One token for each row of logits that penalties and biases have already changed."""
+    greedy = [row for row, draw in enumerate(draws) if draw.params.temperature == 0]
+    tokens = [0] * len(draws)
+    if greedy:
+        for row, token in zip(greedy, _rows(logits_NV, greedy).argmax(-1).tolist(), strict=True):
+            tokens[row] = token
+    for rows, ids_nk, probs_nk in _candidates(logits_NV, draws):
+        numbers = [draws[row].uniform() for row in rows]
+        picked_n1 = _pick(probs_nk, torch.tensor(numbers, dtype=torch.float64, device=probs_nk.device))
+        picked_n1 = picked_n1 if ids_nk is None else ids_nk.gather(1, picked_n1)
+        for row, token in zip(rows, picked_n1[:, 0].tolist(), strict=True):
+            tokens[row] = token
     return tokens
 
 
-def distribution(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The probabilities [V] that a token is drawn from: temperature, then top-k, top-p and min-p; float32.
+def distributions(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """The float32 probabilities [N, V] that `choose` draws from: temperature, then top-k, top-p and min-p.
 
     Greedy puts everything on the likeliest token, so that speculation treats it like any other distribution.
     """
-    if params.temperature == 0:
-        return torch.zeros_like(logits_V).scatter(0, logits_V.argmax(-1, keepdim=True), 1.0)
-    # Shifted first, and the temperature held above float32's zero: a tiny one must give neither infinity nor 0 / 0.
-    temperature = max(params.temperature, torch.finfo(torch.float32).tiny)
-    probs_V = torch.softmax((logits_V - logits_V.max()) / temperature, dim=-1)
-    return filter_probabilities(probs_V, params.top_k, params.top_p, params.min_p)
+    probs_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
+    greedy = [row for row, draw in enumerate(draws) if draw.params.temperature == 0]
+    if greedy:
+        index = torch.tensor(greedy, device=logits_NV.device)
+        probs_NV[index, _rows(logits_NV, greedy).argmax(-1)] = 1.0
+    for rows, ids_nk, probs_nk in _candidates(logits_NV, draws):
+        _spread(probs_NV, rows, ids_nk, probs_nk)
+    return probs_NV
+
+
+def distribution(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """`distributions` of one row of logits."""
+    return distributions(logits_V[None], [Draw(params, b"", 0)])[0]
 
 
 def filter_probabilities(probs_V: torch.Tensor, top_k: int | None, top_p: float, min_p: float) -> torch.Tensor:
@@ -57,46 +71,128 @@ def filter_probabilities(probs_V: torch.Tensor, top_k: int | None, top_p: float,
     top_k keeps the k likeliest. top_p then keeps the fewest of those whose share reaches p (arXiv 1904.09751). min_p
     keeps what is at least min_p times as likely as the likeliest (arXiv 2407.01082). The likeliest always stays.
     """
-    vocab = probs_V.shape[0]
-    limit = min(top_k or vocab, vocab)
-    if limit < vocab or top_p < 1:
-        kept_V = _likeliest(probs_V, limit, top_p)
-        probs_V = torch.zeros_like(probs_V).scatter(0, kept_V, probs_V[kept_V])
-    if min_p > 0:
-        probs_V = torch.where(probs_V >= min_p * probs_V.max(), probs_V, 0.0)
-    return probs_V / probs_V.sum()
-
-
-def _likeliest(probs_V: torch.Tensor, limit: int, top_p: float) -> torch.Tensor:
-    """Ids of the tokens that top-k and top-p keep, likeliest first."""
-    count = limit if top_p == 1 else min(limit, NUCLEUS_FIRST_TRY)
-    sorted_k, ids_k = torch.topk(probs_V, count)
-    if top_p == 1:
-        return ids_k
-    total = 1.0 if limit == probs_V.shape[0] else float(sorted_k.double().sum())
-    if count < limit and float(sorted_k.double().sum()) < top_p:
-        sorted_k, ids_k = torch.topk(probs_V, limit)
-        total = float(sorted_k.double().sum())
-    before_k = sorted_k.double().cumsum(0) - sorted_k.double()
-    return ids_k[before_k < top_p * total]
+    filtered_1V = torch.zeros_like(probs_V[None])
+    for rows, ids_1k, probs_1k in _filter(probs_V[None], top_k, top_p, min_p):
+        _spread(filtered_1V, rows, ids_1k, probs_1k)
+    return filtered_1V[0]
 
 
 def pick(probs_V: torch.Tensor, u: float) -> int:
-    """The token at which the cumulative probability passes u ∈ [0, 1)."""
-    # float64: a float32 sum over 100,000 tokens is off by more than many of them weigh
-    cumulative_V = probs_V.double().cumsum(0)
-    point = torch.tensor([u], dtype=torch.float64, device=probs_V.device) * cumulative_V[-1]
-    return int(torch.searchsorted(cumulative_V, point, right=True))
+    """The token at which the cumulative probability passes u ∈ [0, 1); the probabilities need not sum to 1."""
+    return int(_pick(probs_V[None], torch.tensor([u], dtype=torch.float64, device=probs_V.device)))
 
 
 def uniform(seed: int, key: bytes, position: int, stream: int = 0) -> float:
     """A number in [0, 1) with 48 bits; `stream` tells apart several draws for one position."""
-    digest = hashlib.blake2b(f"{seed},{position},{stream}".encode(), key=key, digest_size=6).digest()
-    return int.from_bytes(digest, "big") / 2**48
+    return Draw(SamplingParams(seed=seed), key, position).uniform(stream)
 
 
 def logprobs_of(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprobs:
     """Log-probability of `token` and of the `count` likeliest, under the model's own distribution."""
-    logprobs_V = torch.log_softmax(logits_V.float(), dim=-1)
-    values, ids = torch.topk(logprobs_V, count)
-    return TokenLogprobs(float(logprobs_V[token]), dict(zip(ids.tolist(), values.tolist(), strict=True)))
+    return logprobs(logits_V[None], [token], [count])[0]
+
+
+def logprobs(logits_NV: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """`logprobs_of` for many rows: sampled tokens, or a prompt's next ones. −inf where a token is impossible."""
+    logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
+    chosen = logprobs_NV.gather(1, torch.tensor(tokens, device=logits_NV.device)[:, None])[:, 0].tolist()
+    found: list[TokenLogprobs | None] = [None] * len(tokens)
+    for count in set(counts):
+        rows = [row for row, wanted in enumerate(counts) if wanted == count]
+        values_nk, ids_nk = torch.topk(_rows(logprobs_NV, rows), count)
+        for row, ids, values in zip(rows, ids_nk.tolist(), values_nk.tolist(), strict=True):
+            found[row] = TokenLogprobs(_number(chosen[row]), dict(zip(ids, map(_number, values), strict=True)))
+    return [one for one in found if one is not None]
+
+
+def _number(logprob: float) -> float:
+    """A model whose logits overflow has no probabilities; nobody may be sent NaN."""
+    return -math.inf if math.isnan(logprob) else logprob
+
+
+def _rows(values_NV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows, in order; all of them without a copy."""
+    if len(rows) == len(values_NV):
+        return values_NV
+    return values_NV[torch.tensor(rows, device=values_NV.device)]
+
+
+# Rows, then ids [n, k] and probabilities [n, k] of the tokens that may be chosen in them, zero for what is dropped after
+# all. No ids where the candidates are the vocabulary. Ids ascend, so that a cumulative sum over the candidates has the
+# bits of one over the vocabulary.
+_Candidates = tuple[list[int], torch.Tensor | None, torch.Tensor]
+
+
+def _candidates(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> Iterator[_Candidates]:
+    """What may be drawn in the rows with a temperature; rows with the same filters are worked on together."""
+    groups: dict[tuple[int | None, float, float], list[int]] = {}
+    for row, draw in enumerate(draws):
+        if draw.params.temperature > 0:
+            groups.setdefault((draw.params.top_k, draw.params.top_p, draw.params.min_p), []).append(row)
+    # Shifted first, and the temperature held above float32's zero: a tiny one must give neither infinity nor 0 / 0.
+    limits = torch.finfo(torch.float32)
+    for (top_k, top_p, min_p), rows in groups.items():
+        held = [min(max(draws[row].params.temperature, limits.tiny), limits.max) for row in rows]
+        logits_nV = _rows(logits_NV, rows)
+        shifted_nV = logits_nV - logits_nV.amax(-1, keepdim=True)
+        shifted_nV /= torch.tensor(held, dtype=torch.float32, device=logits_NV.device)[:, None]
+        for some, ids_nk, probs_nk in _filter(torch.softmax(shifted_nV, dim=-1), top_k, top_p, min_p):
+            yield [rows[i] for i in some], ids_nk, probs_nk
+
+
+def _filter(probs_nV: torch.Tensor, top_k: int | None, top_p: float, min_p: float) -> Iterator[_Candidates]:
+    """Apply top-k, top-p and min-p, in this order; see `filter_probabilities`."""
+    vocab = probs_nV.shape[-1]
+    limit = min(top_k or vocab, vocab)
+    everyone = list(range(len(probs_nV)))
+    if limit == vocab and top_p == 1:
+        if min_p > 0:
+            probs_nV = torch.where(probs_nV >= min_p * probs_nV.amax(-1, keepdim=True), probs_nV, 0.0)
+        yield everyone, None, probs_nV
+        return
+    found = [(everyone, *torch.topk(probs_nV, limit))] if limit < vocab else _nuclei(probs_nV, top_p)
+    for rows, sorted_nk, ids_nk in found:
+        if top_p < 1:
+            cumulative_nk = sorted_nk.cumsum(-1, dtype=torch.float64)
+            reach_n1 = top_p * (cumulative_nk[:, -1:] if limit < vocab else torch.ones_like(cumulative_nk[:, -1:]))
+            sorted_nk = torch.where(cumulative_nk - sorted_nk.double() < reach_n1, sorted_nk, 0.0)
+        if min_p > 0:
+            sorted_nk = torch.where(sorted_nk >= min_p * sorted_nk[:, :1], sorted_nk, 0.0)
+        ids_nk, order_nk = ids_nk.sort(-1)
+        yield rows, ids_nk, sorted_nk.gather(1, order_nk)
+
+
+def _nuclei(probs_nV: torch.Tensor, top_p: float) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+    """Rows, and enough of their likeliest tokens to hold the nucleus of each.
+
+    How many are sorted depends on the row alone: among equal probabilities, that decides which of them is in.
+    """
+    rows = list(range(len(probs_nV)))
+    for count in NUCLEUS_TRIES:
+        if count >= probs_nV.shape[-1] or not rows:
+            continue
+        sorted_nk, ids_nk = torch.topk(_rows(probs_nV, rows), count)
+        enough = (sorted_nk.cumsum(-1, dtype=torch.float64)[:, -1] >= top_p).tolist()
+        held = [i for i, holds in enumerate(enough) if holds]
+        if held:
+            yield [rows[i] for i in held], _rows(sorted_nk, held), _rows(ids_nk, held)
+        rows = [row for row, holds in zip(rows, enough, strict=True) if not holds]
+    if rows:
+        yield rows, *torch.sort(_rows(probs_nV, rows), dim=-1, descending=True)
+
+
+def _spread(out_NV: torch.Tensor, rows: list[int], ids_nk: torch.Tensor | None, probs_nk: torch.Tensor) -> None:
+    """Write candidates into some rows of `out`, which are zero, scaled to sum to 1."""
+    probs_nk = probs_nk / probs_nk.cumsum(-1, dtype=torch.float64)[:, -1:].to(probs_nk.dtype)
+    index_n1 = torch.tensor(rows, device=out_NV.device)[:, None]
+    if ids_nk is None:
+        out_NV[index_n1[:, 0]] = probs_nk
+    else:
+        out_NV[index_n1, ids_nk] = probs_nk
+
+
+def _pick(probs_nk: torch.Tensor, u_n: torch.Tensor) -> torch.Tensor:
+    """The column [n, 1] of each row at which the cumulative probability passes u of the whole."""
+    # float64: a float32 sum over 100,000 tokens is off by more than many of them weigh
+    cumulative_nk = probs_nk.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cumulative_nk, u_n[:, None] * cumulative_nk[:, -1:], right=True)
