@@ -70,7 +70,7 @@ static void gather_rows(const AttentionProblem *p, const Cache *cache, const Que
 static inline __attribute__((always_inline)) void score_rows(const AttentionProblem *p, Work *work, int first, int rows,
                                                              int64_t key, int lane)
 {
-    vf even[4], odd[4];
+    vf even[8], odd[8];
     for (int r = 0; r < rows; r++)
         even[r] = odd[r] = vf_set1(0.0f);
     for (int64_t d = 0; d < p->dim; d += 2) {
@@ -133,7 +133,7 @@ static inline __attribute__((always_inline)) void add_values(const AttentionProb
 {
     int64_t d = 0;
     for (; d + width * ROWS <= p->dim; d += width * ROWS) {
-        vf acc[4][4];
+        vf acc[8][4];
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < width; i++)
                 acc[r][i] = vf_load(work->acc[first + r] + d + ROWS * i);
@@ -156,9 +156,14 @@ static inline __attribute__((always_inline)) void add_values(const AttentionProb
         }
 }
 
-/* `call` for four rows at a time, then for the three, two or one that are left; N is how many. */
+/* `call` for QUERY_TILE rows at a time, then for four, and for the three, two or one that are left; N is how many. */
 #define EACH_ROWS(call)                                                                                                \
-    for (r = 0; r + 4 <= rows; r += 4) {                                                                               \
+    r = 0;                                                                                                             \
+    for (; QUERY_TILE > 4 && r + QUERY_TILE <= rows; r += QUERY_TILE) {                                                \
+        enum { N = QUERY_TILE };                                                                                       \
+        call;                                                                                                          \
+    }                                                                                                                  \
+    for (; r + 4 <= rows; r += 4) {                                                                                    \
         enum { N = 4 };                                                                                                \
         call;                                                                                                          \
     }                                                                                                                  \
@@ -220,7 +225,7 @@ static void attend_block(const AttentionProblem *p, const QueryBlock *block)
             softmax_row(p, &work, r);
         gather_rows(p, &p->values, block, first, stop, &work);
         ask_for(p, &p->keys, block, first + KEYS, stop);
-        EACH_ROWS(add_values(p, &work, r, N, VALUE_VECTORS, (int)least(KEYS, stop - first)))
+        EACH_ROWS(add_values(p, &work, r, N, VALUE_VECTORS(N), (int)least(KEYS, stop - first)))
     }
     for (r = 0; r < rows; r++) {
         const int64_t token = request->token + block->first_token + r / block->heads;

@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 #define MAX_DIM 256
-#define QUERY_ROWS 16 /* rows that meet a tile of keys together: tokens times the query heads of a KV head */
+#define QUERY_ROWS 48 /* rows that meet a tile of keys together: tokens times the query heads of a KV head */
 #define KEYS 64       /* of a tile; tiles begin at multiples of it, so a row's result depends on its own keys alone */
 
 enum { PAGE_F32 = 0, PAGE_BF16 = 1, PAGE_F16 = 2, PAGE_INT8 = 3, PAGE_E4M3 = 4 };

@@ -9,7 +9,8 @@ PRAGMA(TARGET_PRAGMA)
 #define PANELS 1
 #define COLUMNS 8 /* words of a row turned at a time */
 #define TILE 4    /* tokens that share a loaded weight: 8 sums in 16 registers */
-#define VALUE_VECTORS 1 /* of an output of attention: 8 sums with four rows */
+#define QUERY_TILE 4 /* rows of queries that share a loaded key */
+#define VALUE_VECTORS(rows) ((rows) > 2 ? 1 : 2) /* of their outputs that are summed at once */
 #define TILES(run) run(4) run(2) run(1)
 
 typedef struct { __m256 a, b; } vf;

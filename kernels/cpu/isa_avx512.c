@@ -8,7 +8,8 @@
 #define PANELS 2     /* strip: 32 rows */
 #define COLUMNS 16   /* words of a row turned at a time */
 #define TILE 12      /* tokens that share a loaded weight: 24 sums in 32 registers */
-#define VALUE_VECTORS 4 /* of an output of attention: 16 sums with four rows */
+#define QUERY_TILE 8 /* rows of queries that share a loaded key: 16 sums */
+#define VALUE_VECTORS(rows) ((rows) > 4 ? 2 : 4) /* of their outputs that are summed at once */
 #define TILES(run) run(12) run(8) run(4) run(2) run(1)
 
 typedef __m512 vf;

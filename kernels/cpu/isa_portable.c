@@ -7,7 +7,8 @@
 #define PANELS 1
 #define COLUMNS 4
 #define TILE 4
-#define VALUE_VECTORS 1
+#define QUERY_TILE 4
+#define VALUE_VECTORS(rows) 1
 #define TILES(run) run(4) run(1)
 #define EACH for (int i = 0; i < 16; i++)
 
