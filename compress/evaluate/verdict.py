@@ -79,7 +79,7 @@ def speed_verdict(row: SpeedRow) -> Verdict:
         return Verdict("open", "not resolved", f"Batch {row.batch}: {told} cannot be told from this machine's noise.")
     level, label = ("good", "faster") if row.ratio > 1 else ("bad", "slower")
     if row.predicted_ratio is not None and row.ratio > SURPRISE * row.predicted_ratio:
-        told += f", more than the bytes read explain ({row.predicted_ratio:.2f}): the arms may do different work"
+        told += f", more than the bytes read explain ({row.predicted_ratio:.2f}): the arithmetic is faster too"
     return Verdict(level, label, f"Batch {row.batch}: {told}.")
 
 
