@@ -21,7 +21,19 @@ from compress.runtime.request import SamplingParams, TokenLogprobs
 # so many of the likeliest tokens nearly always hold the nucleus; the whole vocabulary seldom has to be sorted
 NUCLEUS_TRIES = (128, 1024)
 
-__all__ = ["Draw", "adjust", "distribution", "distributions", "logprobs", "logprobs_of", "pick", "sample", "uniform"]
+__all__ = [
+    "Draw",
+    "adjust",
+    "choose",
+    "distribution",
+    "distributions",
+    "logprobs",
+    "logprobs_of",
+    "pick",
+    "pick_rows",
+    "sample",
+    "uniform",
+]
 
 
 def sample(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -79,7 +91,12 @@ def filter_probabilities(probs_V: torch.Tensor, top_k: int | None, top_p: float,
 
 def pick(probs_V: torch.Tensor, u: float) -> int:
     """The token at which the cumulative probability passes u ∈ [0, 1); the probabilities need not sum to 1."""
-    return int(_pick(probs_V[None], torch.tensor([u], dtype=torch.float64, device=probs_V.device)))
+    return pick_rows(probs_V[None], [u])[0]
+
+
+def pick_rows(probs_NV: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
+    """`pick` for each row."""
+    return _pick(probs_NV, torch.tensor(uniforms, dtype=torch.float64, device=probs_NV.device))[:, 0].tolist()
 
 
 def uniform(seed: int, key: bytes, position: int, stream: int = 0) -> float:
@@ -117,9 +134,9 @@ def _rows(values_NV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return values_NV[torch.tensor(rows, device=values_NV.device)]
 
 
-# Rows, then ids [n, k] and probabilities [n, k] of the tokens that may be chosen in them, zero for what is dropped after
-# all. No ids where the candidates are the vocabulary. Ids ascend, so that a cumulative sum over the candidates has the
-# bits of one over the vocabulary.
+# Rows, then ids [n, k] and probabilities [n, k] of the tokens that may be chosen in them, zero for what is dropped
+# after all. No ids where the candidates are the vocabulary. Ids ascend, so that a cumulative sum over the candidates
+# has the bits of one over the vocabulary.
 _Candidates = tuple[list[int], torch.Tensor | None, torch.Tensor]
 
 
@@ -178,7 +195,8 @@ def _nuclei(probs_nV: torch.Tensor, top_p: float) -> Iterator[tuple[list[int], t
             yield [rows[i] for i in held], _rows(sorted_nk, held), _rows(ids_nk, held)
         rows = [row for row, holds in zip(rows, enough, strict=True) if not holds]
     if rows:
-        yield rows, *torch.sort(_rows(probs_nV, rows), dim=-1, descending=True)
+        sorted_nV, ids_nV = torch.sort(_rows(probs_nV, rows), dim=-1, descending=True)
+        yield rows, sorted_nV, ids_nV
 
 
 def _spread(out_NV: torch.Tensor, rows: list[int], ids_nk: torch.Tensor | None, probs_nk: torch.Tensor) -> None:
