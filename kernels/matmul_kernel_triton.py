@@ -15,7 +15,7 @@ registers from which the matrix instruction reads its first operand.
 Shapes: T tokens, O out features, I in features, W words of 32 bits, G groups along I; _ is a broadcast dimension.
 """
 
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

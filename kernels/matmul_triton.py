@@ -8,8 +8,8 @@ T > 64         tiles of tokens and rows
 
 Within a path a token's result does not depend on which others are in its batch: every tile size runs the same matrix
 instructions over a token's columns in the same order. Sums of groups are scaled in float32, except that scales of
-fewer than 128 columns multiply the weights, rounded to the activations' dtype, where T > 64, and always for nvfp4,
-whose products with e4m3 scales are exact in both half formats.
+fewer than 128 columns multiply the weights, rounded to the activations' dtype, where T > 64, and always for nvfp4
+in both half formats and mxfp4 in bf16, where those products are exact.
 
 Shapes: T tokens, O out features, I in features, G groups along I, W words of 32 bits, S splits.
 """
@@ -259,18 +259,22 @@ def plan_matmul(
         tile = _tile(tokens, x_TI.dtype, target)
         return [_tiles(x_bI, weight, y_bO, 1, tile, _early(weight.form, x_TI.dtype)) for x_bI, y_bO in bands]
     tile, splits = _tile(tokens, x_TI.dtype, target), weight.splits(tokens)
-    early = weight.form.scale == "e4m3"
+    early = _exact(weight.form, x_TI.dtype)
     if splits == 1 or workspace_STO is None:
         return [_tiles(x_TI, weight, y_TO, 1, tile, early)]
     return [_tiles(x_TI, weight, workspace_STO, splits, tile, early), _sum_splits(weight, workspace_STO, y_TO)]
 
 
+def _exact(form: Form, dtype: torch.dtype) -> bool:
+    """Whether products of codes and scales are exact in this dtype; those of mxfp4 reach beyond fp16."""
+    return form.scale == "e4m3" or (form.scale == "e8m0" and dtype == torch.bfloat16)
+
+
 def _early(form: Form, dtype: torch.dtype) -> bool:
     """Whether scales multiply the weights where T is large: the sums of few columns would be scaled too often."""
-    if form.group is None or form.group >= 128 or form.code == "e4m3":
-        return False
-    # Scales of mxfp4 reach beyond fp16.
-    return form.scale != "e8m0" or dtype == torch.bfloat16
+    if form.code == "e2m1":
+        return _exact(form, dtype)
+    return form.group is not None and form.group < 128 and form.code != "e4m3"
 
 
 def _common(x_TI: torch.Tensor, weight: MatmulLinear) -> dict[str, Any]:
