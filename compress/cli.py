@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -171,6 +172,54 @@ def generate(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     for prompt, completion in zip(prompts, engine.generate(ids, params), strict=True):
         click.echo(completion.text if chat else prompt + completion.text)
+
+
+@cli.command()
+@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--baseline", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Measure it in turns with this."
+)
+@click.option("--url", help="Measure this OpenAI-compatible server; CHECKPOINT then only tells the vocabulary.")
+@click.option("--baseline-url", metavar="URL", help="The baseline's server, with --url.")
+@click.option("--model", metavar="NAME", help="Which model of the server at --url. Default: the first.")
+@click.option("--api-key", envvar="COMPRESS_API_KEY", metavar="KEY", help="Of the servers; or set COMPRESS_API_KEY.")
+@click.option("--vocab", type=click.IntRange(2), help="Prompts hold random ids below this. Default: the vocabulary.")
+@click.option("--concurrency", metavar="LIST", help="Clients in a closed loop, one level each. Default: 1,4,16.")
+@click.option("--rate", metavar="LIST", help="Instead: Poisson arrivals, so many requests per second, as 0.5,2.")
+@click.option("--prompt-tokens", default="128", show_default=True, metavar="N|LOW-HIGH", help="Fixed, or drawn.")
+@click.option("--output-tokens", default="64", show_default=True, metavar="N|LOW-HIGH", help="Fixed, or drawn.")
+@click.option("--shared-prefix", type=click.IntRange(0), default=0, help="Every prompt begins with the same N tokens.")
+@click.option("--requests", type=click.IntRange(1), help="In one run. Default: 2 a client, at least 8; 32 arrivals.")
+@click.option("--warmup", type=click.IntRange(0), help="Before each level, not measured. Default: 1 a client; 4.")
+@click.option("--rounds", type=click.IntRange(1), help="Runs of a level; with a baseline 2 of each arm. Default: 1; 3.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides ids, lengths, arrivals.")
+@click.option(
+    "--goodput", metavar="LIMITS", help="Count requests within these milliseconds: ttft=500,tpot=50,e2e=9000."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="In seconds."
+)
+@click.option("--exact", is_flag=True, help="CHECKPOINT without rounded activations, as the checkpoint means.")
+@click.option("--draft", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Speculate with this draft model.")
+@click.option("--speculate", metavar="HOW", help="Speculate in CHECKPOINT, as `compress serve` does.")
+@click.option("--json", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the record here.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the sweep: FILE.png."
+)
+@DEVICE
+def bench(**options: Any) -> None:
+    """Measure how fast CHECKPOINT answers: TTFT, TPOT, ITL and tokens per second at several loads.
+
+    With --baseline (or --baseline-url) both are measured in turns, and every ratio has an interval.
+    """
+    from compress.bench.options import Options
+
+    chosen = Options(**options)
+    _check_device(chosen.device)
+    from compress.bench.command import bench as measure
+    from compress.progress import Reporter
+
+    _print(measure(chosen, Reporter()))
 
 
 def _print_plan(recipe: object) -> None:

@@ -1,0 +1,70 @@
+"""The sweep as a picture: what each stream gets against what the machine gives in all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from compress.bench.sweep import LevelResult, tpot_speed
+from compress.bench.timing import Run
+from compress.bench.workload import Clients, Workload
+from compress.evaluate.plots import BASELINE, COMPRESSED, MUTED, STYLE
+
+ARMS = {"baseline": (BASELINE, "s", "--"), "compressed": (COMPRESSED, "o", "-")}
+
+
+def save_plot(results: Sequence[LevelResult], workload: Workload, names: dict[str, str], path: Path) -> None:
+    """Output tokens per second against median TPOT, one point for each level; `names` go by role."""
+    with mpl.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
+        figure = Figure(figsize=(7.2, 4.6))
+        axes = figure.subplots()
+        for role in results[0].figures:
+            _arm(axes, results, role, f"{role}: {names[role]}" if len(names) > 1 else names[role])
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.12, y=0.12)
+        axes.set_xlabel("TPOT, median, ms per token   (left is better for each stream)")
+        axes.set_ylabel("output tokens/s, all streams   (up is better)")
+        closed = isinstance(results[0].level, Clients)
+        what = "number at a point: concurrent clients" if closed else "number at a point: requests per second"
+        axes.set_title(
+            f"prompt {workload.prompt}, output {workload.output} tokens; {what}; small dots: single runs",
+            loc="left",
+            fontsize=9,
+            color=MUTED,
+        )
+        axes.legend(loc="best")
+        figure.savefig(path, dpi=150)
+
+
+def _arm(axes: Axes, results: Sequence[LevelResult], role: str, label: str) -> None:
+    color, marker, line = ARMS[role]
+    shown = [result for result in results if result.figures[role].tpot is not None]
+    x = [tpot.median for result in shown if (tpot := result.figures[role].tpot) is not None]
+    y = [result.figures[role].output_tokens_per_s for result in shown]
+    for result in shown:
+        axes.plot(*_points(result.runs[role]), ".", color=color, alpha=0.35, markersize=5)
+    axes.plot(x, y, line, marker=marker, color=color, linewidth=1.8, markersize=7, label=label)
+    above = role == "compressed"
+    for result, at in zip(shown, zip(x, y, strict=True), strict=True):
+        number = f"{result.level.count}" if isinstance(result.level, Clients) else f"{result.level.rate:g}"
+        axes.annotate(
+            number,
+            at,
+            (-7, 7) if above else (7, -7),
+            textcoords="offset points",
+            ha="right" if above else "left",
+            va="bottom" if above else "top",
+            color=color,
+            fontweight="bold",
+        )
+
+
+def _points(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
+    """(TPOT in ms, output tokens/s) of each run, where it has both."""
+    points = [(1000 / speed, run.output_rate) for run in runs if (speed := tpot_speed(run)) > 0]
+    return [x for x, _ in points], [y for _, y in points]

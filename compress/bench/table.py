@@ -1,0 +1,116 @@
+"""A sweep as a table for a terminal, with what must be said beside it, and the comparison in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from compress.bench.sweep import LevelResult, Ratio
+from compress.bench.timing import Figures, Spread
+from compress.bench.workload import Level
+from compress.evaluate.compare import Interval
+
+SEVERAL_TOKENS = 1.02  # tokens per piece above which ITL is not TPOT
+
+
+def render(results: Sequence[LevelResult]) -> Group:
+    """The table, the notes and, with a baseline, the summary line."""
+    lines: list[RenderableType] = [_table(results)]
+    lines += [Text(line, style="dim") for line in notes(results)]
+    lines += [Text(line, style="bold") for line in summary(results)]
+    return Group(*lines)
+
+
+def _table(results: Sequence[LevelResult]) -> Table:
+    compared = any(result.ratios for result in results)
+    goodput = any(one.goodput is not None for result in results for one in result.figures.values())
+    failed = any(one.failed for result in results for one in result.figures.values())
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("load", *(["arm"] if compared else [])):
+        table.add_column(title, no_wrap=True)
+    titles = ["output\ntok/s", *(["×"] if compared else []), "total\ntok/s", "req/s"]
+    titles += [*(["good\nreq/s"] if goodput else []), *(["failed"] if failed else [])]
+    titles += ["TTFT ms\np50 / p99", "TPOT ms\np50 / p99", "ITL ms\np50 / p99"]
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for result in results:
+        for place, (role, one) in enumerate(result.figures.items()):
+            ratio = result.ratios.get("output_tokens_per_s") if role == "compressed" else None
+            cells = [_rate(one.output_tokens_per_s)]
+            cells += [f"{ratio.value:.2f}" if ratio else ""] if compared else []
+            cells += [_rate(one.total_tokens_per_s), _rate(one.requests_per_s)]
+            cells += [_rate(one.goodput or 0.0)] if goodput else []
+            cells += [f"{one.failed} of {one.requests}"] if failed else []
+            cells += [_spread(one.ttft), _spread(one.tpot), _spread(one.itl)]
+            last = place == len(result.figures) - 1
+            head = ["" if place else str(result.level), *([role] if compared else [])]
+            table.add_row(*head, *cells, end_section=compared and last)
+    return table
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def _spread(spread: Spread | None) -> str:
+    return f"{_ms(spread.median)} / {_ms(spread.p99)}" if spread else "–"
+
+
+def notes(results: Sequence[LevelResult]) -> Iterator[str]:
+    """Warm-up, failures and their reasons, and whatever else makes a figure mean something else."""
+    warmup = [str(result.warmup) for result in results]
+    if any(result.warmup for result in results):
+        yield f"warm-up     {', '.join(warmup)} requests of each arm, not measured"
+    else:
+        yield "warm-up     none: the first requests are measured too"
+    for result in results:
+        if "baseline" not in result.figures and result.control is not None:
+            yield f"A/A         {result.level}: output tok/s of one run over another {_interval(result.control)}"
+        for role, one in result.figures.items():
+            yield from _cautions(result.level, role, one)
+
+
+def _cautions(level: Level, role: str, one: Figures) -> Iterator[str]:
+    where = f"{level}, {role}"
+    for error, times in one.errors.items():
+        yield f"failed      {where}: {times} of {one.requests} requests, in no latency or rate: {error}"
+    if one.short:
+        yield f"short       {where}: {one.short} answers have fewer tokens than asked; the server ends them itself"
+    if one.tokens_per_piece is not None and one.tokens_per_piece > SEVERAL_TOKENS:
+        told = f"{one.tokens_per_piece:.2f} tokens a piece (speculation, or text held back)"
+        yield f"pieces      {where}: {told}: ITL is the gap between pieces, TPOT the time of a token"
+    if one.preemptions:
+        yield f"preempted   {where}: {one.preemptions} times; the cache is too small for this load"
+
+
+def summary(results: Sequence[LevelResult]) -> list[str]:
+    """One line on the level of the heaviest load; none without a baseline."""
+    compared = [result for result in results if "output_tokens_per_s" in result.ratios]
+    if not compared:
+        return []
+    last = compared[-1]
+    ratio = last.ratios["output_tokens_per_s"]
+    line = f"compressed  {ratio.value:.2f} times the baseline's output tok/s at {last.level} ({_certainty(ratio)})"
+    tpot = last.ratios.get("tpot")
+    return [line + (f"; TPOT {tpot.value:.2f} times as fast" if tpot else "")]
+
+
+def _certainty(ratio: Ratio) -> str:
+    """The interval, the smallest effect that shows on this machine, and whether the ratio is one."""
+    if ratio.interval is None:
+        return "one pair of runs: no interval"
+    effect = f"{100 * ratio.smallest_effect:.1f} %" if ratio.smallest_effect is not None else "unknown: one round"
+    verdict = "" if ratio.resolved else ", so no difference is shown"
+    return f"95 % {_interval(ratio.interval)}; smallest effect seen here {effect}{verdict}"
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval[0]:.3f}–{interval[1]:.3f}"
