@@ -30,10 +30,16 @@ FORMS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Two warps never use the wider instructions that Hopper and Blackwell's data centre chips have for four.
-FEW: dict[str, str] = dict.fromkeys(("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"), "HMMA") | dict.fromkeys(
-    ("gfx942", "gfx950"), "v_mfma"
-)
-MANY: dict[str, str] = FEW | {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+FEW = {
+    "sm_80": "HMMA",
+    "sm_89": "HMMA",
+    "sm_90": "HMMA",
+    "sm_100": "HMMA",
+    "sm_120": "HMMA",
+    "gfx942": "v_mfma",
+    "gfx950": "v_mfma",
+}
+MANY = FEW | {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 MIXED = ("int4 g128", "int4 g128 asymmetric", "int4 g32", "int8 channel", "fp8 channel", "fp8 block", "nvfp4", "mxfp4")
 # tokens, dtype, forms
 PRODUCTS = (
