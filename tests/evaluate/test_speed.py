@@ -43,7 +43,7 @@ class SimulatedArm:
     token: float
     weight_bytes: int = 1_000_000
     element_bytes: int = 4
-    embedding_bytes: int = 0
+    embedding_bytes: int = 256 * 64 * 4
     spec: ModelSpec = SPEC
     seen: list[tuple[int, ...]] = field(default_factory=list)
 
