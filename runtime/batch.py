@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from compress.kernels.attention import PagedQueries
@@ -25,32 +26,41 @@ class Batch:
     query_starts: tuple[int, ...]  # N + 1: chunk n is tokens query_starts[n] to query_starts[n + 1]
 
     @property
-    def sampled(self) -> tuple[Chunk, ...]:
-        """The chunks whose requests get their next token from this step."""
-        return tuple(chunk for chunk in self.chunks if chunk.catches_up)
+    def sampled(self) -> list[tuple[Chunk, int]]:
+        """The chunks whose requests get their next token from this step, with the row of their last known token.
 
-    @property
-    def logit_rows(self) -> list[int]:
-        """The tokens whose logits are needed: the last of each sampled chunk."""
+        The rows after that are those of the drafts.
+        """
         ends = self.query_starts[1:]
-        return [end - 1 for chunk, end in zip(self.chunks, ends, strict=True) if chunk.catches_up]
+        return [
+            (chunk, end - 1 - len(chunk.drafts))
+            for chunk, end in zip(self.chunks, ends, strict=True)
+            if chunk.catches_up
+        ]
 
 
 def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
     """Lay the chunks out by size, so that requests with as many new tokens and about as long a past are neighbours."""
-    chunks = tuple(sorted(plan, key=lambda chunk: (chunk.count, chunk.end)))
-    ids, positions, slots, starts = [], [], [], [0]
+    chunks = tuple(sorted(plan.chunks, key=lambda chunk: (chunk.count, chunk.end)))
+    ids: list[int] = []
+    pages: list[int] = []  # those that are written, of one chunk after the other
+    shift_N: list[int] = []  # from a page's number in its table to its number in `pages`
     for chunk in chunks:
-        pages = chunk.request.pages
-        ids += chunk.request.token_ids[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        slots += [pages[p // page_size] * page_size + p % page_size for p in range(chunk.start, chunk.end)]
-        starts.append(len(ids))
+        first = chunk.start // page_size
+        shift_N.append(len(pages) - first)
+        pages += chunk.request.pages[first : (chunk.end - 1) // page_size + 1]
+        ids += chunk.request.token_ids[chunk.start : chunk.end - len(chunk.drafts)]
+        ids += chunk.drafts
+    counts_N = np.array([chunk.count for chunk in chunks])
+    starts_N = np.concatenate(([0], counts_N.cumsum()))
+    positions_T = np.arange(len(ids)) + np.repeat([chunk.start for chunk in chunks] - starts_N[:-1], counts_N)
+    page_T = np.array(pages)[positions_T // page_size + np.repeat(shift_N, counts_N)]
+    slots_T = page_T * page_size + positions_T % page_size
     queries = PagedQueries(
         lengths=[chunk.count for chunk in chunks],
         contexts=[chunk.end for chunk in chunks],
         tables=[chunk.request.pages for chunk in chunks],
         page_size=page_size,
     )
-    ids_T, positions_T, slots_T = torch.tensor([ids, positions, slots], device=device)
-    return Batch(chunks, ids_T, positions_T, slots_T, queries, tuple(starts))
+    flat_3T = torch.from_numpy(np.stack((np.array(ids), positions_T, slots_T))).to(device)
+    return Batch(chunks, *flat_3T, queries, tuple(starts_N.tolist()))

@@ -9,7 +9,7 @@ Shapes: B sequences, S length, C hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,17 @@ from typing import Any
 import torch
 
 from compress.arch import ModelSpec
-from compress.checkpoint import read_config, read_object
 from compress.errors import UserError
 from compress.runtime.batch import build_batch
+from compress.runtime.drafting import Drafting, load_drafting
 from compress.runtime.executor import Executor, find_device, load_executor
+from compress.runtime.outcome import Outcome, choose_tokens, score_prompts
 from compress.runtime.pages import PagePool
 from compress.runtime.request import FinishReason, Request, SamplingParams, TokenLogprobs, request_key
-from compress.runtime.sampler import Draw, logprobs_of, sample
 from compress.runtime.scheduler import Scheduler
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+from compress.runtime.stats import Stats
+from compress.runtime.text import Pieces, TextStream
+from compress.runtime.tokenizer import has_tokenizer, load_tokenizer, read_eos_ids
 
 __all__ = ["Completion", "Engine", "Request", "SamplingParams", "TokenLogprobs"]
 
@@ -35,19 +36,22 @@ __all__ = ["Completion", "Engine", "Request", "SamplingParams", "TokenLogprobs"]
 class Completion:
     prompt_ids: list[int]
     token_ids: list[int]  # with the token that ended it
-    text: str  # without it, and without special tokens; empty where the checkpoint has no tokenizer
+    text: str  # without it or the string that did, and without special tokens; empty without a tokenizer
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Engine:
     """One model on one device. Use from one thread."""
 
-    def __init__(self, path: Path, executor: Executor, scheduler: Scheduler, eos_ids: frozenset[int]) -> None:
+    def __init__(self, path: Path, executor: Executor, scheduler: Scheduler, drafting: Drafting | None) -> None:
         self.path = path
         self.executor = executor
         self.scheduler = scheduler
-        self.eos_ids = eos_ids
+        self.drafting = drafting
+        self.eos_ids = read_eos_ids(path)
+        self._stats = Stats()
 
     @classmethod
     def load(
@@ -58,23 +62,32 @@ class Engine:
         max_tokens_in_cache: int | None = None,
         page_size: int = 16,
         max_batched_tokens: int = 2048,
+        max_running: int = 64,
+        prefix_caching: bool = True,
+        kv_dtype: str | None = None,
         exact: bool = False,
+        draft: str | Path | None = None,
+        speculate: int | None = None,
     ) -> Engine:
         """Load a checkpoint directory. Raises UserError for one that is damaged, not supported, or for bad sizes.
 
         On a CPU, linears with integer weights quantize their inputs to 8 bits a token and block of columns; `exact`
-        keeps them in `dtype`: slower, and what the checkpoint means.
+        keeps them in `dtype`: slower, and what the checkpoint means. `kv_dtype` is the format of the cache (cache.py).
+        `speculate` is the most tokens to draft at a time, by the model `draft` or else from the text itself.
         """
         path = Path(path)
-        sizes = {"page_size": page_size, "max_batched_tokens": max_batched_tokens}
+        sizes = {"page_size": page_size, "max_batched_tokens": max_batched_tokens, "max_running": max_running}
         if max_tokens_in_cache is not None:
             sizes["max_tokens_in_cache"] = max_tokens_in_cache
         for name, size in sizes.items():
             if size < 1:
                 raise UserError(f"{name} must be at least 1, not {size}")
-        executor = load_executor(path, find_device(device), dtype, max_tokens_in_cache, page_size, exact)
-        pool = PagePool(executor.cache.keys[0].shape[0], page_size)
-        return cls(path, executor, Scheduler(pool, max_batched_tokens), read_eos_ids(path))
+        executor = load_executor(path, find_device(device), dtype, max_tokens_in_cache, page_size, exact, kv_dtype)
+        pool = PagePool(executor.cache.written[0].shape[0], page_size, prefix_caching)
+        windows = [options.window for options in executor.model.attention]
+        widest = None if None in windows else max(window for window in windows if window is not None)
+        drafting = load_drafting(path, executor, pool.total * page_size, max_batched_tokens, draft, speculate)
+        return cls(path, executor, Scheduler(pool, max_batched_tokens, max_running, widest), drafting)
 
     @property
     def spec(self) -> ModelSpec:
@@ -83,7 +96,7 @@ class Engine:
     @property
     def dtype(self) -> torch.dtype:
         """What is computed in."""
-        return self.executor.model.final_norm_C.dtype
+        return self.executor.model.dtype
 
     @property
     def weight_bytes(self) -> int:
@@ -96,25 +109,55 @@ class Engine:
 
     @cached_property
     def tokenizer(self) -> Any:
-        # imported here: it takes seconds, and prompts may be token ids
-        from transformers import AutoTokenizer
+        return load_tokenizer(self.path)
 
-        if not has_tokenizer(self.path):
-            raise UserError(f"{self.path}: no tokenizer ({', '.join(TOKENIZER_FILES)}); give prompts as token ids")
-        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self.tokenizer)
+
+    @property
+    def stats(self) -> Stats:
+        """A copy: counters since loading, gauges of now."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return replace(
+            self._stats,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            preemptions=scheduler.preemptions,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_used=pool.used,
+            pages_cached=pool.cached,
+            pages_total=pool.total,
+        )
 
     def add(self, prompt: str | Sequence[int], params: SamplingParams, sample: int = 0) -> Request:
         """Queue a prompt. `sample` tells apart several answers to one prompt under one seed.
 
-        Raises UserError naming the field and its limit; the engine is then as before.
+        Raises UserError naming the field and its limit, and for a request that can never fit the cache.
         """
-        request = self._request(prompt, params, sample)
+        request = self._request(self.encode(prompt), params, sample)
         self.scheduler.add(request)
         return request
 
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams, sample: int) -> Request:
-        params.check(self.spec.vocab)
+    def fork(self, prompt: str | Sequence[int], params: SamplingParams, n: int) -> list[Request]:
+        """Queue `n` samples of one prompt, which is computed once. Raises UserError as `add`."""
+        if n < 1:
+            raise UserError(f"n must be at least 1, not {n}")
         ids = self.encode(prompt)
+        requests = [self._request(ids, params, sample) for sample in range(n)]
+        for request in requests:
+            request.siblings = tuple(other for other in requests if other is not request)
+            self.scheduler.add(request)
+        return requests
+
+    def _request(self, ids: list[int], params: SamplingParams, sample: int) -> Request:
+        params.check(self.spec.vocab)
+        text = None
+        if has_tokenizer(self.path):
+            text = TextStream(self._pieces, ids, params.stop, params.include_stop, params.min_tokens)
+        elif params.stop:
+            raise UserError(f"stop: strings need a tokenizer, and {self.path} has none; use stop_token_ids")
         eos = frozenset() if params.ignore_eos else self.eos_ids
         return Request(
             token_ids=list(ids),
@@ -124,6 +167,7 @@ class Engine:
             stop_ids=eos.union(params.stop_token_ids),
             # the token after the last position can still be chosen, but not fed back
             max_length=min(len(ids) + params.max_tokens, self.spec.max_positions + 1),
+            text=text,
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -140,27 +184,60 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Compute one batch; the requests that gained a token, some of them now finished."""
+        """Compute one batch; the requests that gained tokens or came to their end."""
+        if self.drafting is not None:
+            self.drafting.propose(self.scheduler.running, self.scheduler.max_batched_tokens)
         plan = self.scheduler.plan()
-        if not plan:
+        if not plan.chunks:
             return []
         batch = build_batch(plan, self.scheduler.pool.page_size, self.executor.device)
-        logits_NV = self.executor.run(batch)
-        self.scheduler.commit(plan)
-        requests = [chunk.request for chunk in batch.sampled]
-        tokens = sample(logits_NV, [Draw(r.params, r.key, len(r.token_ids)) for r in requests])
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            if request.params.logprobs is not None:
-                request.logprobs.append(logprobs_of(logits_NV[row], token, request.params.logprobs))
+        hidden_TC = self.executor.run(batch, plan.copies)
+        self._stats.steps += 1
+        self._stats.computed_tokens += len(hidden_TC)
+        score_prompts(self.executor, batch, hidden_TC)
+        outcomes = choose_tokens(self.executor, batch, hidden_TC)
+        scored = [chunk.request for chunk in batch.chunks if chunk.catches_up and not chunk.request.params.max_tokens]
+        for chunk in batch.chunks:
+            if not chunk.catches_up or chunk.request in scored:
+                self.scheduler.commit(chunk.request, chunk.end)
+        for request in scored:
+            self._finish(request, "length")
+        return [*scored, *(self._take(outcome) for outcome in outcomes)]
+
+    def _take(self, outcome: Outcome) -> Request:
+        """Give a request its tokens, one by one up to the one that ends it."""
+        request = outcome.chunk.request
+        known = len(request.token_ids)
+        for token in outcome.tokens:
             request.append(token)
             if request.finish_reason is not None:
-                self.scheduler.finish(request, request.finish_reason)
-        return requests
+                break
+        taken, accepted = len(request.token_ids) - known, len(outcome.tokens) - 1
+        request.logprobs += outcome.logprobs[:taken]
+        self.scheduler.commit(request, known + min(taken, accepted))
+        stats = self._stats
+        stats.generated_tokens += taken
+        if outcome.chunk.drafts:
+            stats.drafts += 1
+            stats.draft_tokens += len(outcome.chunk.drafts)
+            stats.accepted_tokens += min(taken, accepted)
+        if request.finish_reason is not None:
+            self._finish(request, request.finish_reason)
+        elif self.drafting is not None:
+            self.drafting.settle(request, accepted, outcome.hidden_C)
+        return request
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        if request.text is not None:
+            request.text.finish()
+        if self.drafting is not None:
+            self.drafting.forget(request)
 
     def abort(self, request: Request) -> None:
         """Drop a request and free its pages; nothing happens to one that has finished."""
         if request.status != "finished":
-            self.scheduler.finish(request, "abort")
+            self._finish(request, "abort")
 
     def generate(
         self, prompts: list[str] | list[list[int]], params: SamplingParams | list[SamplingParams]
@@ -183,23 +260,14 @@ class Engine:
     def completion(self, request: Request) -> Completion:
         """What a finished request came to."""
         assert request.finish_reason is not None
-        generated = request.generated
-        shown = generated[:-1] if request.finish_reason == "stop" else generated
         return Completion(
             prompt_ids=request.token_ids[: request.prompt_length],
-            token_ids=generated,
-            text=self._text(request.token_ids[: request.prompt_length], shown) if has_tokenizer(self.path) else "",
+            token_ids=request.generated,
+            text=request.text.take() if request.text is not None else "",
             finish_reason=request.finish_reason,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
+            prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
         )
-
-    def _text(self, prompt: list[int], shown: list[int]) -> str:
-        """What the new tokens add to the prompt's text: alone, many tokenizers would drop their first space."""
-        before = self.tokenizer.decode(prompt, skip_special_tokens=True)
-        whole = self.tokenizer.decode(prompt + shown, skip_special_tokens=True)
-        if whole.startswith(before):
-            return whole[len(before) :]
-        return self.tokenizer.decode(shown, skip_special_tokens=True)  # the prompt ends inside a character
 
     @torch.inference_mode()
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
@@ -210,25 +278,3 @@ class Engine:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits [..., V] of hidden states [..., C] after the final norm."""
         return self.executor.model.logits(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
-
-
-def has_tokenizer(path: Path) -> bool:
-    return any((path / name).is_file() for name in TOKENIZER_FILES)
-
-
-def read_eos_ids(path: Path) -> frozenset[int]:
-    """The union of eos_token_id, a number or a list, in config.json and generation_config.json.
-
-    Raises UserError for a file that is damaged, or an id that is no number.
-    """
-    sources = {path / "config.json": read_config(path)}
-    if (path / "generation_config.json").is_file():
-        sources[path / "generation_config.json"] = read_object(path / "generation_config.json")
-    ids: set[int] = set()
-    for file, source in sources.items():
-        value = source.get("eos_token_id")
-        stated = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) for token in stated):
-            raise UserError(f"{file}: eos_token_id must be a token id or a list of them, not {value!r}")
-        ids.update(stated)
-    return frozenset(ids)

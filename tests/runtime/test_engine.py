@@ -110,8 +110,8 @@ def test_random_traffic_with_aborts(directory: Path) -> None:
     engine.scheduler.max_batched_tokens = 9
     rng = random.Random(5)
     live, done = [], []
-    for step in range(150):
-        if step < 100 and rng.random() < 0.4:
+    for step in range(170):
+        if step < 120 and rng.random() < 0.4:
             prompt = [rng.randrange(2, 256) for _ in range(rng.randint(1, 30))]
             live.append(engine.add(prompt, SamplingParams(max_tokens=rng.randint(1, 20), temperature=1.0, seed=step)))
         if live and rng.random() < 0.1:
@@ -201,7 +201,7 @@ BAD: dict[str, tuple[Callable[[Engine], object], str]] = {
     "id too large": (lambda e: e.add([3, 256], SamplingParams()), "256 is out of range; ids go from 0 to 255"),
     "id negative": (lambda e: e.add([-1], SamplingParams()), "-1 is out of range"),
     "prompt too long": (lambda e: e.add([3] * 513, SamplingParams()), "513 tokens; the model takes at most 512"),
-    "max_tokens": (lambda e: e.add([3], SamplingParams(max_tokens=0)), "max_tokens must be .* at least 1, not 0"),
+    "max_tokens": (lambda e: e.add([3], SamplingParams(max_tokens=0)), "max_tokens must be .* at least 1 .0 needs prompt_logprobs., not 0"),
     "temperature": (lambda e: e.add([3], SamplingParams(temperature=-0.1)), "temperature must be .* at least 0"),
     "nan": (lambda e: e.add([3], SamplingParams(temperature=float("nan"))), "temperature must be a number"),
     "top_k": (lambda e: e.add([3], SamplingParams(top_k=-1)), "top_k must be"),

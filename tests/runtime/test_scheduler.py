@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from compress.errors import UserError
 from compress.runtime.pages import PagePool
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.scheduler import Scheduler, StepPlan
+from compress.runtime.scheduler import Scheduler
+
+
+OTHERS = count(1000)
 
 
 def request(prompt: int, new: int = 4) -> Request:
+    """With a prompt that no other one shares anything with."""
     return Request(
-        token_ids=list(range(prompt)),
+        token_ids=[next(OTHERS), *range(1, prompt)],
         prompt_length=prompt,
         params=SamplingParams(max_tokens=new),
         key=b"",
@@ -23,15 +29,16 @@ def request(prompt: int, new: int = 4) -> Request:
 
 def advance(scheduler: Scheduler) -> list[tuple[int, int]]:
     """One step with made-up tokens; (start, count) of each chunk."""
-    plan: StepPlan = scheduler.plan()
-    sampled = [chunk.request for chunk in plan if chunk.catches_up]
-    scheduler.commit(plan)
+    plan = scheduler.plan()
+    sampled = [chunk.request for chunk in plan.chunks if chunk.catches_up]
+    for chunk in plan.chunks:
+        scheduler.commit(chunk.request, chunk.end)
     for each in sampled:
         each.append(0)
         if each.finish_reason:
             scheduler.finish(each, each.finish_reason)
     scheduler.check()
-    return [(chunk.start, chunk.count) for chunk in plan]
+    return [(chunk.start, chunk.count) for chunk in plan.chunks]
 
 
 def test_prompts_are_cut_to_the_budget_and_mix_with_decoding() -> None:
@@ -97,5 +104,5 @@ def test_finishing_frees_pages_in_every_state() -> None:
     scheduler.finish(waiting, "abort")
     scheduler.finish(running, "abort")
     assert not scheduler.busy
-    assert scheduler.pool.free == 4
+    assert scheduler.pool.used == 0
     scheduler.check()
