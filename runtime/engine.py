@@ -155,7 +155,8 @@ class Engine:
         params.check(self.spec.vocab)
         text = None
         if has_tokenizer(self.path):
-            text = TextStream(self._pieces, ids, params.stop, params.include_stop, params.min_tokens)
+            stopping = (params.stop, params.include_stop, params.min_tokens)
+            text = TextStream(self._pieces, ids, *stopping, params.skip_special_tokens)
         elif params.stop:
             raise UserError(f"stop: strings need a tokenizer, and {self.path} has none; use stop_token_ids")
         eos = frozenset() if params.ignore_eos else self.eos_ids

@@ -32,6 +32,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # strings that end the text
     include_stop: bool = False  # whether the text has the string that ended it
+    skip_special_tokens: bool = True  # special tokens are no text
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0  # nothing stops the request before it has so many
     logprobs: int | None = None  # log-probability of each token, and of so many of the likeliest beside it
