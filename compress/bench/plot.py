@@ -8,6 +8,8 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import StrMethodFormatter
 
 from compress.bench.sweep import LevelResult, tpot_speed
 from compress.bench.timing import Run
@@ -29,14 +31,12 @@ def save_plot(results: Sequence[LevelResult], workload: Workload, names: dict[st
         axes.margins(x=0.12, y=0.12)
         axes.set_xlabel("TPOT, median, ms per token   (left is better for each stream)")
         axes.set_ylabel("output tokens/s, all streams   (up is better)")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         closed = isinstance(results[0].level, Clients)
-        what = "number at a point: concurrent clients" if closed else "number at a point: requests per second"
-        axes.set_title(
-            f"prompt {workload.prompt}, output {workload.output} tokens; {what}; small dots: single runs",
-            loc="left",
-            fontsize=9,
-            color=MUTED,
-        )
+        load = "concurrent clients" if closed else "requests per second that arrive"
+        told = f"Prompts of {workload.prompt} tokens, outputs of {workload.output}. At each point: {load}."
+        dots = " Small dots: single runs." if any(len(runs) > 1 for runs in results[0].runs.values()) else ""
+        axes.set_title(told + dots, loc="left", fontsize=9, color=MUTED, pad=10)
         axes.legend(loc="best")
         figure.savefig(path, dpi=150)
 
@@ -46,8 +46,8 @@ def _arm(axes: Axes, results: Sequence[LevelResult], role: str, label: str) -> N
     shown = [result for result in results if result.figures[role].tpot is not None]
     x = [tpot.median for result in shown if (tpot := result.figures[role].tpot) is not None]
     y = [result.figures[role].output_tokens_per_s for result in shown]
-    for result in shown:
-        axes.plot(*_points(result.runs[role]), ".", color=color, alpha=0.35, markersize=5)
+    for runs in (result.runs[role] for result in shown if len(result.runs[role]) > 1):
+        axes.plot(*_points(runs), ".", color=color, alpha=0.35, markersize=5)
     axes.plot(x, y, line, marker=marker, color=color, linewidth=1.8, markersize=7, label=label)
     above = role == "compressed"
     for result, at in zip(shown, zip(x, y, strict=True), strict=True):
@@ -61,6 +61,7 @@ def _arm(axes: Axes, results: Sequence[LevelResult], role: str, label: str) -> N
             va="bottom" if above else "top",
             color=color,
             fontweight="bold",
+            path_effects=[withStroke(linewidth=3, foreground="white")],  # readable where a line passes under it
         )
 
 

@@ -1,0 +1,135 @@
+"""Both arms in turns: order, ratios, intervals, and the control that says what shows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from compress.bench.offline import OfflineArm
+from compress.bench.sweep import LevelResult, Ratio, sweep
+from compress.bench.table import notes, summary
+from compress.bench.timing import Limits
+from compress.bench.workload import Arrivals, Clients, Level, Span, Workload
+from tests.bench.simulated import SimulatedEngine
+from tests.evaluate.test_speed import Clock
+
+WORK = Workload(Span(8, 8), Span(11, 11), vocab=1000)
+
+
+def measured(
+    clock: Clock, engines: dict[str, SimulatedEngine], levels: list[Level] | None = None, rounds: int = 3
+) -> list[LevelResult]:
+    arms = {role: OfflineArm(role, engine, clock, clock.spend) for role, engine in engines.items()}
+    return sweep(arms, WORK, levels or [Clients(2)], lambda level: 4, lambda level: 2, rounds, Limits(tpot=75))
+
+
+def pair(clock: Clock, speedup: float) -> dict[str, SimulatedEngine]:
+    return {
+        "baseline": SimulatedEngine(clock, 1.0, 0.1),
+        "compressed": SimulatedEngine(clock, 1.0 / speedup, 0.1 / speedup),
+    }
+
+
+def test_exact_ratios_on_a_quiet_machine() -> None:
+    clock = Clock()
+    [found] = measured(clock, pair(clock, 2.0))
+    assert found.figures["baseline"].output_tokens_per_s == pytest.approx(44 / 6.2)
+    assert found.figures["compressed"].output_tokens_per_s == pytest.approx(2 * 44 / 6.2)
+    assert found.figures["baseline"].goodput == 0
+    assert found.figures["compressed"].goodput == pytest.approx(4 / 3.1)
+    assert found.figures["compressed"].requests == 6 * 4
+    for name in ("output_tokens_per_s", "tpot", "ttft"):
+        ratio = found.ratios[name]
+        assert ratio.value == pytest.approx(2.0)
+        assert ratio.interval == pytest.approx((2.0, 2.0))
+        assert ratio.control == pytest.approx((1.0, 1.0))
+        assert ratio.smallest_effect == pytest.approx(0.0, abs=1e-9)
+        assert ratio.resolved
+
+
+def test_drift_cancels_between_the_arms() -> None:
+    clock = Clock(drift=0.002)
+    [found] = measured(clock, pair(clock, 1.0), rounds=6)
+    assert clock.drift * clock.now > 0.3
+    ratio = found.ratios["output_tokens_per_s"]
+    assert ratio.value == pytest.approx(1.0, abs=0.01)
+    assert not ratio.resolved
+
+
+@pytest.mark.parametrize(("speedup", "resolved"), [(1.0, False), (1.5, True)])
+def test_noise_is_told_from_a_speedup(speedup: float, resolved: bool) -> None:
+    clock = Clock(noise=0.05)
+    [found] = measured(clock, pair(clock, speedup), rounds=6)
+    ratio = found.ratios["output_tokens_per_s"]
+    assert ratio.resolved is resolved
+    assert ratio.smallest_effect is not None
+    assert 0 < ratio.smallest_effect < 0.2
+
+
+def test_the_smallest_effect_is_how_far_the_control_strays() -> None:
+    assert Ratio(1.0, (0.9, 1.1), (0.8, 1.1), False).smallest_effect == pytest.approx(0.25)
+    assert Ratio(1.0, (0.9, 1.1), (0.95, 1.2), False).smallest_effect == pytest.approx(0.2)
+    assert Ratio(1.0, None, None, False).smallest_effect is None
+
+
+def test_the_order_is_abba_and_no_prompt_is_met_twice() -> None:
+    clock = Clock()
+    order: list[str] = []
+
+    class Noting(SimulatedEngine):
+        def add(self, prompt, params):  # type: ignore[no-untyped-def]
+            role = "A" if self is engines["baseline"] else "B"
+            if not order or order[-1] != role:
+                order.append(role)
+            return super().add(prompt, params)
+
+    engines: dict[str, SimulatedEngine] = {"baseline": Noting(clock), "compressed": Noting(clock)}
+    measured(clock, engines, [Clients(1), Arrivals(1.0)], rounds=2)
+    # warm-up A B, then A BB A, A BB A; neighbours of one arm are one entry
+    assert "".join(order) == "ABABABA" + "BABABA"
+    seen = engines["baseline"].seen + engines["compressed"].seen
+    assert len(set(seen)) == len(seen) == 2 * 2 * (2 + 4 * 4)
+
+
+def test_one_arm_has_a_control_from_four_runs_on() -> None:
+    clock = Clock(noise=0.05)
+    [few] = measured(clock, {"compressed": SimulatedEngine(clock)}, rounds=3)
+    [found] = measured(clock, {"compressed": SimulatedEngine(clock)}, rounds=8)
+    assert few.control is None
+    assert found.control is not None
+    assert 0.8 < found.control[0] < 1 < found.control[1] < 1.25
+    assert not found.ratios
+    assert summary([found]) == []
+    assert any(line.startswith("A/A ") for line in notes([found]))
+
+
+def test_the_summary_line_gives_ratio_interval_and_smallest_effect() -> None:
+    clock = Clock()
+    results = measured(clock, pair(clock, 2.0), [Clients(1), Clients(2)])
+    assert summary(results) == [
+        "compressed  2.00 times the baseline's output tok/s at 2 clients (95 % 2.000–2.000; smallest effect seen here "
+        "0.0 %); TPOT 2.00 times as fast"
+    ]
+    [same] = summary(measured(clock, pair(clock, 1.0)))
+    assert "so no difference is shown" in same
+    [once] = summary(measured(clock, pair(clock, 2.0), rounds=1))
+    assert "unknown: one round" in once
+
+
+def test_notes_tell_what_changes_the_meaning_of_a_figure() -> None:
+    clock = Clock()
+    told = "\n".join(notes(measured(clock, {"compressed": SimulatedEngine(clock, width=4)})))
+    assert "warm-up     2 requests of each arm, not measured" in told
+    assert "2.75 tokens a piece" in told
+    told = "\n".join(notes(measured(clock, {"compressed": SimulatedEngine(clock, ends_early=3)})))
+    assert "failed      2 clients, compressed: 12 of 12 requests" in told
+    assert "finished for 'stop'" in told
+
+
+def test_a_run_without_answers_gives_no_ratio() -> None:
+    clock = Clock()
+    engines = {"baseline": SimulatedEngine(clock), "compressed": SimulatedEngine(clock, ends_early=3)}
+    [found] = measured(clock, engines)
+    assert not found.ratios
+    assert math.isclose(found.figures["baseline"].output_tokens_per_s, 44 / 6.2)
