@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -9,8 +13,11 @@ from scipy.stats import chisquare
 from compress.runtime.request import SamplingParams, request_key
 from compress.runtime.sampler import (
     Draw,
+    adjust,
     distribution,
+    distributions,
     filter_probabilities,
+    logprobs,
     logprobs_of,
     pick,
     sample,
@@ -97,18 +104,143 @@ def test_the_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
     assert [pick(probs_V, u) for u in (0.0, 0.2499, 0.25, 1 - 2**-48)] == [1, 1, 3, 3]
 
 
-def test_rows_do_not_see_each_other() -> None:
-    logits_NV = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
+WIDE = 3001  # of the vocabulary below: odd, above NUCLEUS_TRIES' 1024, enough that reductions would be split
+HISTORY = [5, 5, 7, 9, 2, 9, 9]  # the first three are the prompt
+
+
+def mixed_draws() -> list[Draw]:
+    """Every rule, some of them twice so that rows share a group; flat and peaked nuclei among them."""
     kinds = [
         SamplingParams(),
+        SamplingParams(repetition_penalty=1.7),
         SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.3, seed=5),
         SamplingParams(temperature=1.0, top_k=5),
+        SamplingParams(temperature=2.0, top_k=5, logit_bias={3: 40.0, 4: -100.0}),
+        SamplingParams(temperature=1.0, top_k=200, top_p=0.9),
         SamplingParams(temperature=1.0, top_p=0.5),
+        SamplingParams(temperature=30.0, top_p=0.5),  # needs the whole vocabulary sorted
+        SamplingParams(temperature=3.0, top_p=0.5),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=1.0, frequency_penalty=0.5, presence_penalty=-0.25, min_tokens=50),
     ]
-    draws = [Draw(params, b"k", position) for position, params in enumerate(kinds)]
-    together = sample(logits_NV, draws)
-    assert together == [sample(logits_NV[i : i + 1], [draws[i]])[0] for i in range(4)]
-    assert together[0] == int(logits_NV[0].argmax())
+    return [Draw(p, b"k", 50 + i, HISTORY, (1, 9)[: i % 3], 3, frozenset({8, 11})) for i, p in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("vocab", [16, 255, WIDE, 49152])
+def test_rows_do_not_see_each_other(vocab: int) -> None:
+    """Tokens, distributions, logits and log-probabilities of a row: the same bits alone, in pairs and in any order."""
+    draws = mixed_draws()
+    logits_NV = torch.randn(len(draws), vocab, generator=torch.Generator().manual_seed(2)) * 3
+    logits_NV[:, 3] = logits_NV[:, 5]  # ties
+    adjusted_NV, tokens = adjust(logits_NV, draws), sample(logits_NV, draws)
+    probs_NV = distributions(adjusted_NV, draws)
+    of_own = logprobs(logits_NV, tokens, [3] * len(draws))
+    orders = [[i] for i in range(len(draws))] + [[i, (i + 3) % len(draws)] for i in range(len(draws))]
+    for order in [*orders, list(reversed(range(len(draws))))]:
+        some, picked = [draws[i] for i in order], logits_NV[order]
+        assert torch.equal(adjust(picked, some), adjusted_NV[order])
+        assert sample(picked, some) == [tokens[i] for i in order]
+        assert torch.equal(distributions(adjust(picked, some), some), probs_NV[order])
+        assert logprobs(picked, [tokens[i] for i in order], [3] * len(order)) == [of_own[i] for i in order]
+    assert tokens[0] == int(logits_NV[0].argmax())
+    for row, draw in enumerate(draws):
+        assert tokens[row] == pick(probs_NV[row], draw.uniform()) or draw.params.temperature == 0
+        assert abs(float(probs_NV[row].double().sum()) - 1) < 1e-6
+
+
+def by_hand(logits_V: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """The rules, one token after the other, in float64."""
+    params, out = draw.params, logits_V.double().clone()
+    seen, output = [*draw.tokens, *draw.drafted], draw.output
+    for token in range(len(out)):
+        if token in seen:
+            out[token] *= 1 / params.repetition_penalty if out[token] > 0 else params.repetition_penalty
+        out[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+        bias = params.logit_bias.get(token, 0.0)
+        out[token] = -math.inf if bias <= -100 else out[token] + bias
+        if token in draw.stop_ids and len(output) < params.min_tokens:
+            out[token] = -math.inf
+    return out
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(repetition_penalty=0.5),
+        SamplingParams(presence_penalty=0.75),
+        SamplingParams(frequency_penalty=-0.5),
+        SamplingParams(logit_bias={0: 5.0, 4: -99.0, 6: -100.0}),
+        SamplingParams(min_tokens=6),
+        SamplingParams(min_tokens=5),  # four known and one drafted: reached
+        SamplingParams(
+            repetition_penalty=1.3, presence_penalty=1.0, frequency_penalty=0.5, logit_bias={9: 3.0}, min_tokens=9
+        ),
+    ],
+)
+def test_penalties_by_hand(params: SamplingParams) -> None:
+    """Repetition counts prompt and output, presence and frequency the output alone; drafts are output."""
+    logits_NV = torch.randn(2, 12, generator=torch.Generator().manual_seed(4))
+    draw = Draw(params, b"", 8, HISTORY, (1,), 3, frozenset({8, 11}))
+    adjusted_NV = adjust(logits_NV, [Draw(SamplingParams(), b"", 8), draw])
+    assert torch.equal(adjusted_NV[0], logits_NV[0])
+    torch.testing.assert_close(adjusted_NV[1].double(), by_hand(logits_NV[1], draw), atol=1e-6, rtol=1e-6)
+    prompt_alone = {5, 7}  # tokens 0 and 1 of HISTORY, and its third
+    if params.repetition_penalty == 1:
+        assert all(adjusted_NV[1, token] == logits_NV[1, token] for token in prompt_alone)
+
+
+def test_nothing_is_copied_where_nobody_asks() -> None:
+    logits_NV = torch.randn(2, 12)
+    plain = [
+        Draw(SamplingParams(temperature=1.0, top_k=3), b"", 7, HISTORY, (), 3, frozenset({8})),
+        Draw(SamplingParams(frequency_penalty=1.0, min_tokens=2), b"", 3, HISTORY[:3], (), 3),  # no output, no stops
+    ]
+    assert adjust(logits_NV, plain) is logits_NV
+    before_NV = logits_NV.clone()
+    adjust(logits_NV, mixed_draws()[1:3])
+    assert torch.equal(logits_NV, before_NV)
+
+
+def test_a_ban_that_leaves_nothing_is_not_applied() -> None:
+    """Biases first: where they ban all but the end, the end may come early; where they ban all, nothing is banned."""
+    logits_V = torch.tensor([1.0, 3.0, 2.0, 0.5])
+    stops = frozenset({3})
+
+    def adjusted(bias: dict[int, float], min_tokens: int) -> list[float]:
+        params = SamplingParams(logit_bias=bias, min_tokens=min_tokens)
+        return adjust(logits_V[None], [Draw(params, b"", 0, (), (), 0, stops)])[0].tolist()
+
+    inf = math.inf
+    assert adjusted({0: -100, 1: -100}, 5) == [-inf, -inf, 2.0, -inf]
+    assert adjusted({0: -100, 1: -100, 2: -100}, 5) == [-inf, -inf, -inf, 0.5]
+    assert adjusted(dict.fromkeys(range(4), -100.0), 0) == logits_V.tolist()
+    assert adjusted(dict.fromkeys(range(4), -100.0), 5) == [1.0, 3.0, 2.0, -inf]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(3), -100.0))
+        assert {sample(logits_V[None], [Draw(params, b"", i)])[0] for i in range(20)} == {3}
+
+
+def test_ids_beyond_the_models_are_ignored() -> None:
+    """A draft model may have fewer tokens than the request's history names."""
+    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0, logit_bias={9: -100.0})
+    adjusted_NV = adjust(torch.ones(1, 6), [Draw(params, b"", 7, HISTORY, (), 3)])
+    assert adjusted_NV[0].tolist() == [1.0, 1.0, 0.5 - 1.0, 1.0, 1.0, 0.5]
+
+
+def test_a_seed_reproduces_in_another_process() -> None:
+    """Python's own hash differs from process to process; draws must not."""
+    code = "from compress.runtime.sampler import uniform; print(uniform(3, b'key', 11, 1))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(other.stdout) == uniform(3, b"key", 11, 1)
+
+
+def test_torchs_generator_is_left_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    sample(torch.randn(3, 40, generator=torch.Generator().manual_seed(1)), mixed_draws()[4:7])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -118,3 +250,23 @@ def test_logprobs_are_the_models_own() -> None:
     assert found.chosen == pytest.approx(float(expected_V[0]), abs=1e-6)
     assert list(found.top) == [1, 2]
     assert found.top[2] == pytest.approx(float(expected_V[2]), abs=1e-6)
+
+
+def test_impossible_tokens_have_minus_infinity_never_nan() -> None:
+    logits_NV = torch.tensor([[1.0, -math.inf, 2.0], [math.inf, 0.0, 1.0]])
+    first, second = logprobs(logits_NV, [1, 0], [3, 2])
+    assert first.chosen == -math.inf
+    assert list(first.top) == [2, 0, 1]
+    assert first.top[1] == -math.inf
+    assert not any(math.isnan(value) for value in [second.chosen, *second.top.values()])
+
+
+def test_logprobs_of_many_rows() -> None:
+    """A prompt's rows, different counts: as one row after the other; the same float for the chosen and in the top."""
+    logits_NV = torch.randn(40, 300, generator=torch.Generator().manual_seed(6)) * 4
+    tokens, counts = logits_NV.argmax(-1).tolist(), [i % 4 for i in range(40)]
+    together = logprobs(logits_NV, tokens, counts)
+    assert together == [logprobs_of(logits_NV[i], tokens[i], counts[i]) for i in range(40)]
+    assert all(one.chosen == max(one.top.values()) for one in together if one.top)
+    assert [len(one.top) for one in together] == counts
+    assert logprobs(logits_NV[:0], [], []) == []

@@ -165,7 +165,7 @@ def test_text_continues_the_prompt(build: Any, wrapped: bool) -> None:
         [tokenizer.token_to_id(n) for n in names] if names else list(range(1, min(128, tokenizer.get_vocab_size())))
     )
     if build is byte_level:
-        usable = byte_ids(b"abc XYZ!\n") + [257, 258]
+        usable = [*byte_ids(b"abc XYZ!\n"), 257, 258]
     for length in (0, 1, 2, 5, 12):
         for _ in range(10):
             prompt, output = chance.choices(usable, k=length), chance.choices(usable, k=8)
