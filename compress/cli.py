@@ -16,6 +16,9 @@ from compress import __version__
 from compress.errors import RunError, UserError, nearest
 
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu or cuda.")
+DRAFT = click.option(
+    "--draft", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="A small model that guesses ahead."
+)
 
 
 class Commands(click.Group):
@@ -149,6 +152,7 @@ def evaluate(
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--chat", is_flag=True, help="Put each prompt through the model's chat template, as a user's message.")
+@DRAFT
 @DEVICE
 def generate(
     checkpoint: Path,
@@ -158,6 +162,7 @@ def generate(
     top_p: float,
     seed: int,
     chat: bool,
+    draft: Path | None,
     device: str,
 ) -> None:
     """Continue one or more prompts with CHECKPOINT, in the bundled runtime."""
@@ -165,7 +170,7 @@ def generate(
     from compress.encoding import encode_prompt, load_tokenizer
     from compress.runtime.engine import Engine, SamplingParams
 
-    engine = Engine.load(checkpoint, device=device)
+    engine = Engine.load(checkpoint, device=device, draft=draft)
     tokenizer = load_tokenizer(checkpoint)
     asked = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
     ids = [encode_prompt(tokenizer, prompt, add_generation_prompt=chat) for prompt in asked]
@@ -179,7 +184,9 @@ def generate(
 @click.option(
     "--baseline", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Measure it in turns with this."
 )
-@click.option("--url", help="Measure this OpenAI-compatible server; CHECKPOINT then only tells the vocabulary.")
+@click.option(
+    "--url", metavar="URL", help="Measure this OpenAI-compatible server; CHECKPOINT then only tells the vocabulary."
+)
 @click.option("--baseline-url", metavar="URL", help="The baseline's server, with --url.")
 @click.option("--model", metavar="NAME", help="Which model of the server at --url. Default: the first.")
 @click.option("--api-key", envvar="COMPRESS_API_KEY", metavar="KEY", help="Of the servers; or set COMPRESS_API_KEY.")
@@ -220,6 +227,97 @@ def bench(**options: Any) -> None:
     from compress.progress import Reporter
 
     _print(measure(chosen, Reporter()))
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; loopback by default.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--api-key", envvar="COMPRESS_API_KEY", help="Clients must send it. Better in COMPRESS_API_KEY.")
+@click.option(
+    "--served-model-name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="What clients call the model; repeat it for more names. Default: the directory's name.",
+)
+@click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="Tokens of a prompt and its answer.")
+@click.option("--kv-pages", type=click.IntRange(1), metavar="N", help="Pages of the cache, 16 tokens each.")
+@click.option("--kv-dtype", metavar="FORMAT", help="How the cache is stored; default: as the model computes.")
+@click.option("--max-running", type=click.IntRange(1), default=64, show_default=True, help="Answers computed together.")
+@click.option("--max-queue", type=click.IntRange(0), default=256, show_default=True, help="Answers that may wait.")
+@click.option("--max-n", type=click.IntRange(1), default=128, show_default=True, help="Answers to one prompt.")
+@click.option("--max-body", type=click.IntRange(1), default=4 << 20, show_default=True, help="Bytes of a request.")
+@click.option(
+    "--drain", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to finish in when stopped."
+)
+@DRAFT
+@click.option("--speculate", type=click.Choice(["ngram"]), help="Guess from the text itself: what followed before.")
+@click.option("--draft-tokens", type=click.IntRange(1), metavar="N", help="Most tokens to guess at a time.")
+@click.option("--exact", is_flag=True, help="On a CPU, no 8-bit activations: slower, and what the checkpoint means.")
+@DEVICE
+def serve(
+    checkpoint: Path,
+    host: str,
+    port: int,
+    api_key: str | None,
+    names: tuple[str, ...],
+    max_model_len: int | None,
+    kv_pages: int | None,
+    kv_dtype: str | None,
+    max_running: int,
+    max_queue: int,
+    max_n: int,
+    max_body: int,
+    drain: float,
+    draft: Path | None,
+    speculate: str | None,
+    draft_tokens: int | None,
+    exact: bool,
+    device: str,
+) -> None:
+    """Serve CHECKPOINT over HTTP, as OpenAI's clients expect it: /v1/completions, /v1/chat/completions and more.
+
+    SIGTERM or Ctrl-C lets running requests finish; a second one ends at once.
+    """
+    _check_device(device)
+    try:
+        from compress.runtime.server.serve import address, bind, context_length
+        from compress.runtime.server.serve import serve as run_server
+    except ModuleNotFoundError as error:
+        raise UserError(f"compress serve needs {error.name}: pip install 'compress-llm[serve]'") from error
+    if draft is not None and speculate is not None:
+        raise UserError("--draft and --speculate: give one of the two")
+    if draft_tokens is not None and draft is None and speculate is None:
+        raise UserError("--draft-tokens needs --draft or --speculate")
+    from compress.runtime.drafting import DEFAULT_DRAFTS
+    from compress.runtime.engine import Engine
+    from compress.runtime.server.options import Options
+    from compress.runtime.server.prompts import Prompts
+    from compress.runtime.server.service import Service
+
+    sock = bind(host, port)
+    engine = Engine.load(
+        checkpoint,
+        device=device,
+        max_tokens_in_cache=kv_pages and kv_pages * 16,
+        max_running=max_running,
+        kv_dtype=kv_dtype,
+        exact=exact,
+        draft=draft,
+        speculate=draft_tokens or (DEFAULT_DRAFTS if speculate else None),
+    )
+    options = Options(
+        names=names or (checkpoint.resolve().name,),
+        max_model_len=context_length(engine, max_model_len),
+        api_key=api_key or None,
+        max_body_bytes=max_body,
+        max_n=max_n,
+        max_queue=max_queue,
+        drain_seconds=drain,
+    )
+    service = Service(engine, Prompts.of(checkpoint), options, max_running)
+    run_server(service, sock, lambda: click.echo(f"serving {options.names[0]} on {address(sock)}"))
 
 
 def _print_plan(recipe: object) -> None:

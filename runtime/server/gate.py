@@ -1,0 +1,88 @@
+"""Before any route: the key, the size of the body, and whether the server still takes requests. Plain ASGI."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from compress.runtime.server.errors import ApiError
+from compress.runtime.server.sse import json_response
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+OPEN = ("/health",)  # without a key
+DISCARD = 16  # times the limit of a body that are read of one that is refused
+
+
+class Gate:
+    def __init__(
+        self,
+        app: App,
+        api_key: str | None,
+        max_body_bytes: int,
+        draining: Callable[[], bool],
+        refused: Callable[[int], None],
+    ) -> None:
+        self.app, self.max_body_bytes, self.draining, self.refused = app, max_body_bytes, draining, refused
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        error = self._check(scope, headers)
+        if error is None:
+            await self.app(scope, self._limited(receive), send)
+        else:
+            self.refused(error.status)
+            await self._discard(receive)
+            await json_response(error)(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self._expected is not None and scope["path"] not in OPEN:
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                return ApiError(
+                    401, "wrong or missing API key; send it as Authorization: Bearer KEY", code="invalid_api_key"
+                )
+        if scope["method"] == "POST" and self.draining():
+            return ApiError(503, "the server is shutting down", headers={"Connection": "close"})
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            return self._too_large()
+        return None
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read a refused body to its end, within reason: many clients read no answer before they have sent all."""
+        seen = 0
+        while seen < DISCARD * self.max_body_bytes:
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                return
+
+    def _too_large(self) -> ApiError:
+        told = f"the body is larger than {self.max_body_bytes} bytes, the limit"
+        return ApiError(413, told, headers={"Connection": "close"})
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Counts what comes: a chunked body states no length."""
+        seen = 0
+
+        async def count() -> MutableMapping[str, Any]:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.max_body_bytes:
+                await self._discard(receive)
+                # an HTTPException passes through the framework's reading of the body as it is
+                raise HTTPException(413, self._too_large().message, {"Connection": "close"})
+            return message
+
+        return count

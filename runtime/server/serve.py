@@ -1,0 +1,94 @@
+"""uvicorn around the application: bound before the model is loaded, and drained before it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from compress.errors import UserError
+from compress.runtime.server.app import build_app
+from compress.runtime.server.service import Service
+
+FLUSH_SECONDS = 5  # for responses that are written, once nothing runs any more
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a port in use is told before a model is loaded. Port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise UserError(f"--host {host} --port {port}: {error.strerror or error}") from error
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def context_length(engine: Any, asked: int | None) -> int:
+    """Tokens of a prompt and its answer: as asked, or as many as model and cache take. Raises UserError if too many."""
+    positions = engine.spec.max_positions
+    pool = engine.scheduler.pool
+    if asked is None:
+        return min(positions, pool.total * pool.page_size)
+    if asked > positions:
+        raise UserError(f"--max-model-len {asked}: the model has {positions} positions")
+    return asked
+
+
+class Server(uvicorn.Server):
+    """The first SIGTERM or Ctrl-C drains and ends with exit code 0; the second ends at once."""
+
+    def __init__(self, service: Service, ready: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            build_app(service),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+            server_header=False,
+        )
+        super().__init__(config)
+        self._service = service
+        self._ready = ready
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._events = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.begin_drain()
+
+    def begin_drain(self) -> None:
+        """From any thread, or a signal's handler."""
+        if self._service.draining or self._events is None:
+            self.should_exit = self.force_exit = True
+        else:
+            self._service.draining = True
+            self._events.call_soon_threadsafe(self._start_drain)
+
+    def _start_drain(self) -> None:
+        self._drain = asyncio.ensure_future(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        await self._service.drain()
+        self.should_exit = True
+
+
+def serve(service: Service, sock: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve until told to stop; `ready` is called once requests are answered."""
+    Server(service, ready).run(sockets=[sock])
