@@ -54,6 +54,24 @@ class Options:
 
 def check(options: Options) -> None:
     """Raises UserError for options that are wrong or contradict each other, or a file that cannot be written."""
+    check_arms(options)
+    if options.shared_prefix >= span(options.prompt_tokens, "--prompt-tokens").low:
+        raise UserError(
+            f"--shared-prefix {options.shared_prefix}: must be below --prompt-tokens {options.prompt_tokens}, so that "
+            "no two prompts are the same"
+        )
+    levels(options)
+    limits(options.goodput)
+    span(options.output_tokens, "--output-tokens")
+    if options.plot is not None and options.plot.suffix not in PICTURES:
+        raise UserError(f"--plot {options.plot}: must end in {', '.join(PICTURES)}")
+    for name, file in (("--json", options.json), ("--plot", options.plot)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UserError(f"{name} {file}: no such directory: {file.absolute().parent}")
+
+
+def check_arms(options: Options) -> None:
+    """Both arms are engines, or both are servers."""
     if options.checkpoint is None and options.url is None:
         raise UserError("compress bench: give a CHECKPOINT to load, or --url of a server")
     if options.baseline is not None and options.baseline_url is not None:
@@ -68,19 +86,9 @@ def check(options: Options) -> None:
                 raise UserError(f"--{name}: with --url, that is the server's to decide; start it so")
     elif options.model is not None:
         raise UserError("--model: names a model of a server; it needs --url")
-    if options.shared_prefix >= span(options.prompt_tokens, "--prompt-tokens").low:
-        raise UserError(
-            f"--shared-prefix {options.shared_prefix}: must be below --prompt-tokens {options.prompt_tokens}, so that "
-            "no two prompts are the same"
-        )
-    levels(options)
-    limits(options.goodput)
-    span(options.output_tokens, "--output-tokens")
-    if options.plot is not None and options.plot.suffix not in PICTURES:
-        raise UserError(f"--plot {options.plot}: must end in {', '.join(PICTURES)}")
-    for name, file in (("--json", options.json), ("--plot", options.plot)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UserError(f"{name} {file}: no such directory: {file.absolute().parent}")
+    for option, url in (("--url", options.url), ("--baseline-url", options.baseline_url)):
+        if url is not None:
+            server_url(url, option)
 
 
 def span(text: str, option: str) -> Span:
@@ -127,7 +135,12 @@ def limits(text: str | None) -> Limits | None:
             raise UserError(
                 f"--goodput {text}: unknown limit {name!r}; known: {', '.join(known)}{nearest(name, known)}"
             )
-        found[name] = numbers(value, f"--goodput {name}", float)[0]
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = 0.0
+        if not 0 < found[name] < math.inf:
+            raise UserError(f"--goodput {text}: {name} must be milliseconds above 0, as {name}=500")
     return Limits(**found)
 
 
