@@ -1,256 +1,226 @@
-"""Model families: one row each, and the numbers of one model read off its config.json.
-
-All supported families share Llama's layout, so the names of blocks, norms and linears are one table; a row says what
-differs. Anything that changes the mathematics is implemented or refused by name.
-"""
+"""The numbers of a model, read off its config.json; what changes the mathematics is implemented or refused by name."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from compress.errors import UserError, nearest
-from compress.rope import Rope
-
-EMBEDDING = "model.embed_tokens"
-FINAL_NORM = "model.norm"
-HEAD = "lm_head"
-
-
-def block_prefix(index: int) -> str:
-    return f"model.layers.{index}."
-
-
-@dataclass(frozen=True)
-class Tap:
-    """A place in a block where one activation feeds one or more linears.
-
-    `producer` is the module whose output channels are this activation's input channels, so that a scale divided out of
-    the producer can be multiplied into the linears.
-    """
-
-    name: str
-    linears: tuple[str, ...]
-    producer: str
-
-
-TAPS = (
-    Tap("attention_input", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
-    Tap("attention_output", ("self_attn.o_proj",), "self_attn.v_proj"),
-    Tap("mlp_input", ("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
-    Tap("mlp_output", ("mlp.down_proj",), "mlp.up_proj"),
+from compress.families import FAMILIES, FOREIGN, READS, SUPPORTED, Family
+from compress.fields import Config, count, count_or_none, positive, positive_or_none
+from compress.rope import Rope, read_rope, yarn_magnitude
+from compress.spec import (
+    BLOCK_LINEARS,
+    EMBEDDING,
+    FINAL_NORM,
+    FUSED_DOWN,
+    FUSED_GATE_UP,
+    HEAD,
+    TAPS,
+    Experts,
+    Latent,
+    ModelSpec,
+    Tap,
+    block_prefix,
 )
-BLOCK_LINEARS = tuple(linear for tap in TAPS for linear in tap.linears)
+
+__all__ = [
+    "BLOCK_LINEARS",
+    "EMBEDDING",
+    "FAMILIES",
+    "FINAL_NORM",
+    "FUSED_DOWN",
+    "FUSED_GATE_UP",
+    "HEAD",
+    "SUPPORTED",
+    "TAPS",
+    "Experts",
+    "Latent",
+    "ModelSpec",
+    "Tap",
+    "block_prefix",
+    "read_spec",
+    "require_llama_blocks",
+]
+
+GATES: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-@dataclass(frozen=True)
-class Family:
-    """What a `model_type` does differently. A string names the config key that decides; a bool is fixed."""
-
-    architecture: str
-    qkv_bias: bool | str
-    o_bias: bool | str
-    mlp_bias: bool | str
-    qk_norm: bool
-    window: str | None  # how sliding windows are configured: for every layer, or by layer type
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "attention_bias", "attention_bias", "mlp_bias", False, None),
-    "mistral": Family("MistralForCausalLM", False, False, False, False, "all"),
-    "qwen2": Family("Qwen2ForCausalLM", True, False, False, False, "layer_types"),
-    "qwen3": Family("Qwen3ForCausalLM", "attention_bias", "attention_bias", False, True, "layer_types"),
-}
-SUPPORTED = "llama (Llama 2/3.x, SmolLM2), mistral, qwen2 (Qwen2, Qwen2.5), qwen3"
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The dimensions and switches that the forward pass needs."""
-
-    family: str
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope: Rope
-    max_positions: int
-    tied: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]  # sliding window of each layer, in tokens
-    dtype: str  # "float16", "bfloat16" or "float32": what config.json states
-
-    def linear_shape(self, linear: str) -> tuple[int, int]:
-        """[out, in] of a linear of a block, by its local name."""
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj": (query, self.hidden),
-            "self_attn.k_proj": (kv, self.hidden),
-            "self_attn.v_proj": (kv, self.hidden),
-            "self_attn.o_proj": (self.hidden, query),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
-        }[linear]
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Every linear by its full name, with [out, in]; the head last."""
-        shapes = {
-            block_prefix(i) + linear: self.linear_shape(linear) for i in range(self.layers) for linear in BLOCK_LINEARS
-        }
-        return shapes | {HEAD: (self.vocab, self.hidden)}
-
-    def block_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of one dense block by its local name, with its shape."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (self.hidden,),
-            "post_attention_layernorm.weight": (self.hidden,),
-        }
-        if self.qk_norm:
-            shapes |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
-        bias = dict.fromkeys(TAPS[0].linears, self.qkv_bias) | {"self_attn.o_proj": self.o_bias}
-        for linear in BLOCK_LINEARS:
-            shapes[f"{linear}.weight"] = self.linear_shape(linear)
-            if bias.get(linear, self.mlp_bias):
-                shapes[f"{linear}.bias"] = self.linear_shape(linear)[:1]
-        return shapes
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the dense checkpoint by its full name, with its shape. A tied head is stored once."""
-        shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (self.vocab, self.hidden)}
-        for i in range(self.layers):
-            shapes |= {block_prefix(i) + name: shape for name, shape in self.block_tensors().items()}
-        shapes[f"{FINAL_NORM}.weight"] = (self.hidden,)
-        return shapes if self.tied else shapes | {f"{HEAD}.weight": (self.vocab, self.hidden)}
-
-
-def read_spec(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
+def read_spec(config: Config, where: str = "config.json") -> ModelSpec:
     """Read a Hugging Face config, in the spelling of transformers 4 (`rope_scaling`, `torch_dtype`) or 5.
 
-    Raises UserError for a family, an activation or a rope type that is not implemented, naming those that are, and for
-    a value that is not what its key wants.
+    Raises UserError for a family, an activation, a rope type or a field that is not implemented, naming those that
+    are, and for a value that is not what its key wants.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         hint = nearest(str(kind), FAMILIES)
         raise UserError(f"{where}: model_type {kind!r} is not supported; supported families: {SUPPORTED}{hint}")
     family = FAMILIES[kind]
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UserError(f"{where}: hidden_act {activation!r} is not supported; supported: silu")
-    hidden, heads = _count(config, "hidden_size", where), _count(config, "num_attention_heads", where)
-    kv_heads = _count(config, "num_key_value_heads", where, heads)
+    _refuse_foreign(config, kind, where)
+    config = {**family.defaults, **config}
+    hidden, heads = count(config, "hidden_size", where), count(config, "num_attention_heads", where)
+    kv_heads = count(config, "num_key_value_heads", where, heads)
+    layers = count(config, "num_hidden_layers", where)
+    latent = _read_latent(config, kind, heads, kv_heads, layers, where) if family.latent else None
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = _count(config, "head_dim", where, max(hidden // heads, 1))
-    if head_dim % 2:
+    head_dim = count(config, "head_dim", where, max(hidden // heads, 1))
+    if latent is not None:
+        head_dim = latent.plain_dim + latent.rotated_dim
+    elif head_dim % 2:
         raise UserError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
-    layers = _count(config, "num_hidden_layers", where)
+    rope, local_rope = _read_ropes(config, kind, where)
+    windows = _read_windows(config, family, layers, where)
 
     def switch(rule: bool | str) -> bool:
         return bool(config.get(rule, False)) if isinstance(rule, str) else rule
 
     return ModelSpec(
         family=kind,
-        vocab=_count(config, "vocab_size", where),
+        vocab=count(config, "vocab_size", where),
         hidden=hidden,
-        intermediate=_count(config, "intermediate_size", where),
+        intermediate=count(config, "intermediate_size", where),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=_positive(config, "rms_norm_eps", where, 1e-6),
-        rope=_read_rope(config, where),
-        max_positions=_count(config, "max_position_embeddings", where, 2048),
+        norm_eps=positive(config, "rms_norm_eps", where, 1e-6),
+        rope=rope,
+        max_positions=count(config, "max_position_embeddings", where, 2048),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=switch(family.qkv_bias),
         o_bias=switch(family.o_bias),
         mlp_bias=switch(family.mlp_bias),
         qk_norm=family.qk_norm,
-        windows=_read_windows(config, family, layers, where),
+        windows=windows,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        gate=_read_gate(config, family, where),
+        sandwich=family.sandwich,
+        attention_scale=_read_scale(config, family, latent, rope, where),
+        attention_cap=positive_or_none(config, "attn_logit_softcapping", where) if family.sandwich else None,
+        logit_cap=positive_or_none(config, "final_logit_softcapping", where) if family.sandwich else None,
+        local_rope=local_rope,
+        latent=latent,
+        experts=_read_experts(config, kind, family, layers, where),
     )
 
 
-def _count(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{where}: {key} must be a positive integer, not {value!r}")
-    return value
+def require_llama_blocks(spec: ModelSpec, what: str, where: str) -> None:
+    """Raises UserError for a model whose blocks are not Llama's, where `what` knows only those."""
+    if not spec.compressible:
+        known = ", ".join(name for name, row in FAMILIES.items() if not (row.sandwich or row.latent or row.experts))
+        raise UserError(f"{where}: {what} does not support model_type {spec.family!r}; supported: {known}")
 
 
-def _positive(config: Mapping[str, Any], key: str, where: str, default: float) -> float:
-    value = default if config.get(key) is None else config[key]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise UserError(f"{where}: {key} must be a positive number, not {value!r}")
-    return number
+def _refuse_foreign(config: Config, kind: str, where: str) -> None:
+    for key, neutral in FOREIGN.items():
+        value = config.get(key)
+        if value is None or key in READS.get(kind, ()) or value in neutral:
+            continue
+        shown = f"; supported: {neutral[-1]}" if neutral else ""
+        raise UserError(f"{where}: {key} is not supported for {kind}: {str(value)[:60]}{shown}")
 
 
-def _read_windows(config: Mapping[str, Any], family: Family, layers: int, where: str) -> tuple[int | None, ...]:
-    if family.window is None or config.get("sliding_window") is None:
+def _read_gate(config: Config, family: Family, where: str) -> Literal["silu", "gelu_tanh"]:
+    key = "hidden_activation" if family.sandwich else "hidden_act"
+    stated = config.get(key, family.activations[0])
+    if isinstance(stated, str) and stated in family.activations:
+        return GATES[stated]
+    raise UserError(f"{where}: {key} {stated!r} is not supported; supported: {family.activations[0]}")
+
+
+def _read_scale(config: Config, family: Family, latent: Latent | None, rope: Rope, where: str) -> float | None:
+    if family.sandwich:
+        return positive(config, "query_pre_attn_scalar", where) ** -0.5
+    if latent is None:
+        return None
+    # DeepSeek's YaRN sharpens the softmax as well, by the square of the factor that is for all dimensions
+    sharpened = rope.kind != "default" and rope.mscale_all_dim
+    magnitude = yarn_magnitude(rope.factor, rope.mscale_all_dim) if sharpened else 1.0
+    return (latent.plain_dim + latent.rotated_dim) ** -0.5 * magnitude**2
+
+
+def _read_ropes(config: Config, kind: str, where: str) -> tuple[Rope, Rope | None]:
+    """The rotation of every layer, or of the layers without a window and of those with one."""
+    interleaved = kind == "deepseek_v2" or (kind == "deepseek_v3" and bool(config.get("rope_interleave", True)))
+    if kind != "gemma3_text":
+        return read_rope(config, where, interleaved), None
+    stated = config.get("rope_parameters") or {}
+    if not isinstance(stated, dict):
+        raise UserError(f"{where}: rope_parameters must be an object, not {stated!r}")
+    wide, local = stated.get("full_attention") or {}, stated.get("sliding_attention") or {}
+    plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    return (
+        read_rope(plain | {"rope_scaling": config.get("rope_scaling"), "rope_parameters": wide}, where),
+        read_rope(plain | {"rope_theta": config["rope_local_base_freq"], "rope_parameters": local}, where),
+    )
+
+
+def _read_latent(config: Config, kind: str, heads: int, kv_heads: int, layers: int, where: str) -> Latent:
+    dense = config["first_k_dense_replace"]
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < layers:
+        raise UserError(
+            f"{where}: first_k_dense_replace {dense!r} leaves layers with experts, which are not supported for {kind}; "
+            f"supported: {layers} (all layers dense)"
+        )
+    if kv_heads != heads:
+        raise UserError(f"{where}: num_key_value_heads {kv_heads} is not num_attention_heads {heads}, as latents want")
+    rotated = count(config, "qk_rope_head_dim", where)
+    if rotated % 2:
+        raise UserError(f"{where}: qk_rope_head_dim {rotated} is odd; rotary embeddings need pairs")
+    return Latent(
+        query_rank=count_or_none(config, "q_lora_rank", where),
+        rank=count(config, "kv_lora_rank", where),
+        plain_dim=count(config, "qk_nope_head_dim", where),
+        rotated_dim=rotated,
+        value_dim=count(config, "v_head_dim", where),
+        bias=bool(config.get("attention_bias", False)),
+    )
+
+
+def _read_experts(config: Config, kind: str, family: Family, layers: int, where: str) -> Experts | None:
+    if family.experts is None:
+        return None
+    module, names = family.experts
+    # transformers calls it num_local_experts in one family and num_experts in the other, and reads both in either
+    key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    experts, chosen = count(config, key, where), count(config, "num_experts_per_tok", where)
+    if chosen > experts:
+        raise UserError(f"{where}: num_experts_per_tok {chosen} is more than {key} {experts}")
+    width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"
+    step = count(config, "decoder_sparse_step", where, 1)
+    plain = config.get("mlp_only_layers") or []
+    if not isinstance(plain, list):
+        raise UserError(f"{where}: mlp_only_layers must be a list of layers, not {plain!r}")
+    return Experts(
+        count=experts,
+        per_token=chosen,
+        intermediate=count(config, width, where),
+        normalized=kind == "mixtral" or bool(config.get("norm_topk_prob", False)),
+        sparse=tuple(kind == "mixtral" or (i not in plain and (i + 1) % step == 0) for i in range(layers)),
+        module=module,
+        names=names,
+    )
+
+
+def _read_windows(config: Config, family: Family, layers: int, where: str) -> tuple[int | None, ...]:
+    if family.window is None or (config.get("sliding_window") is None and family.window != "pattern"):
         return (None,) * layers
-    if family.window == "layer_types" and not config.get("use_sliding_window", False):
+    if family.window_switch and not config.get("use_sliding_window", False):
         return (None,) * layers
-    window = _count(config, "sliding_window", where)
+    window = count(config, "sliding_window", where)
     if family.window == "all":
         return (window,) * layers
     types = config.get("layer_types")
-    if types is None:
+    if types is None and family.window == "upper":
         first = config.get("max_window_layers", layers)
         if not isinstance(first, int):
             raise UserError(f"{where}: max_window_layers must be an integer, not {first!r}")
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    elif types is None:
+        each = count(config, "sliding_window_pattern", where)
+        types = ["sliding_attention" if (i + 1) % each else "full_attention" for i in range(layers)]
     known = ("sliding_attention", "full_attention")
     if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise UserError(f"{where}: layer_types must be a list of {layers}, each one of: {', '.join(known)}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _read_rope(config: Mapping[str, Any], where: str) -> Rope:
-    scaling: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        stated = config.get(key) or {}
-        if not isinstance(stated, dict):
-            raise UserError(f"{where}: {key} must be an object, not {stated!r}")
-        scaling |= stated
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    known = ("default", "linear", "llama3", "yarn")
-    if kind not in known:
-        raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(known)}")
-    if scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
-        raise UserError(f"{where}: partial_rotary_factor is not supported; supported: 1.0")
-    for key in ("mscale", "mscale_all_dim"):
-        if scaling.get(key):
-            raise UserError(f"{where}: rope field {key!r} is not supported for {config['model_type']}")
-    if kind != "default" and "factor" not in scaling:
-        raise UserError(f"{where}: rope type {kind!r} needs 'factor'")
-    longest = _count(config, "max_position_embeddings", where, 2048)
-
-    def positive(key: str, default: float) -> float:
-        return _positive(scaling, key, f"{where}: rope", default)
-
-    return Rope(
-        theta=positive("rope_theta", _positive(config, "rope_theta", where, 10000.0)),
-        kind=kind,
-        factor=positive("factor", 1.0),
-        original_max_position=_count(scaling, "original_max_position_embeddings", f"{where}: rope", longest),
-        low_freq_factor=positive("low_freq_factor", 1.0),
-        high_freq_factor=positive("high_freq_factor", 4.0),
-        beta_fast=positive("beta_fast", 32.0),
-        beta_slow=positive("beta_slow", 1.0),
-        attention_factor=None if scaling.get("attention_factor") is None else positive("attention_factor", 1.0),
-        truncate=bool(scaling.get("truncate", True)),
-    )

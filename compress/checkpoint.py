@@ -133,7 +133,7 @@ def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     quantized = "quantization_config" in checkpoint.config
     modules = set(spec.linears()) if quantized else set()
     stored_modules = {name.rpartition(".")[0] for name in checkpoint.names}
-    expected = spec.tensors()
+    expected = spec.tensors(checkpoint)
     missing = [
         name
         for name in expected

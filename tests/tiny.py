@@ -28,6 +28,8 @@ BASE = {
     "tie_word_embeddings": False,
 }
 
+UNIT_OFFSET = ("gemma2", "gemma3_text")  # their norms multiply by 1 + weight
+
 
 def tiny_model(directory: Path, family: str = "llama", seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:
     """Write a tiny checkpoint with its tokenizer to `directory`; `changes` override config keys."""
@@ -38,7 +40,7 @@ def tiny_model(directory: Path, family: str = "llama", seed: int = 0, dtype: str
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+                parameter.copy_((0 if family in UNIT_OFFSET else 1) + 0.3 * torch.randn_like(parameter))
             elif name.endswith(".bias"):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
