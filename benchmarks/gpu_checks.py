@@ -24,7 +24,7 @@ from benchmarks.gpu_shapes import CHECKED, random_weight
 from benchmarks.gpu_tables import Column, Deadline, Section
 from compress.kernels import kv, matmul, narrow_matmul, token_quant
 from compress.kernels.activation_triton import gated
-from compress.kernels.kv_triton import copy_pages_triton, store_triton
+from compress.kernels.kv_triton import copy_pages, store
 from compress.kernels.logprob_triton import kl_divergence, token_logprobs
 from compress.kernels.matmul_triton import prepare_matmul
 from compress.kernels.narrow import quantize_float8
@@ -152,8 +152,8 @@ def check_cache(bench: Bench, inputs: Inputs) -> Iterator[Check]:
     copies = [(0, 3), (1, 2)]
     for codes in (None, torch.float8_e4m3fn, torch.int8):
         ours, theirs = (_empty_cache(pages, heads, codes, inputs) for _ in range(2))
-        store_triton(k_TKD, v_TKD, ours, 0, slots_T)
-        copy_pages_triton(ours, copies)
+        store(k_TKD, v_TKD, ours, 0, slots_T)
+        copy_pages(ours, copies)
         kv.store(k_TKD, v_TKD, theirs, 0, slots_T)
         kv.copy_pages(theirs, copies)
         wrong = sum(

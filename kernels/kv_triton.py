@@ -232,6 +232,3 @@ def store(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache: KVCache, layer: int, 
 def copy_pages(cache: Cache, copies: Sequence[tuple[int, int]]) -> None:
     """As `compress.kernels.kv.copy_pages`, but no destination may be a source."""
     run(plan_copy_pages(cache, torch.tensor(copies, dtype=torch.int32).to(cache.written[0].device)))
-
-
-store_triton, copy_pages_triton = store, copy_pages  # the names of the benchmark
