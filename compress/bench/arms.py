@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from compress.arch import ModelSpec, read_spec
+from compress.bench.client import HttpArm
 from compress.bench.offline import OfflineArm
 from compress.bench.options import SERVERS_VOCABULARY, Options, server_url, span
 from compress.bench.sweep import Arm
@@ -71,10 +72,6 @@ def engine_arm(path: Path, device: str, clients: int, settings: dict[str, Any]) 
 
 def server_arms(options: Options, workload: Workload, stack: ExitStack) -> dict[str, Arm]:
     """Servers that answer. Raises RunError for one that does not, UserError where its model is too short."""
-    try:
-        from compress.bench.client import HttpArm
-    except ModuleNotFoundError as missing:
-        raise UserError(f"--url: needs {missing.name}: pip install 'compress-llm[serve]'") from None
     arms: dict[str, Arm] = {}
     asked = (("baseline", "--baseline-url", options.baseline_url), ("compressed", "--url", options.url))
     for role, option, url in asked:

@@ -9,14 +9,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
-
+from compress.bench.connection import Connections, Late, Lost
 from compress.bench.timing import Run, Timing
 from compress.bench.workload import Ask, Clients, Level
 from compress.errors import RunError
 
-CONTACT = 10.0  # seconds in which a server answers that it is there
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SHOWN = 160  # characters of a server's own error that are shown
 
 
@@ -49,14 +46,7 @@ class HttpArm:
         """`timeout`: seconds without a byte after which a request has failed."""
         self.url = url
         self._loop = asyncio.new_event_loop()
-        self._client = httpx2.AsyncClient(
-            base_url=url,
-            # identity: a compressed stream would come in other pieces
-            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
-            timeout=httpx2.Timeout(timeout),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=httpx2.URL(url).host not in LOOPBACK,  # a proxy of the environment would be measured too
-        )
+        self._connections = Connections(url, {"Authorization": f"Bearer {key}"} if key else {}, timeout)
         self._model = model
 
     @property
@@ -76,12 +66,13 @@ class HttpArm:
 
     async def _models(self) -> list[dict[str, Any]]:
         try:
-            response = await self._client.get("/v1/models", timeout=CONTACT)
-            if response.status_code != 200:
-                raise RunError(f"{self.url}/v1/models: {http_error(response.status_code, response.text)}")
-            return list(response.json()["data"])
-        except httpx2.TransportError as error:
-            raise RunError(f"{self.url}: no server answers: {reason_of(error)}") from None
+            async with self._connections.request("GET", "/v1/models") as response:
+                body = b"".join([piece async for piece in response.body()])
+                if response.status != 200:
+                    raise RunError(f"{self.url}/v1/models: {http_error(response.status, body)}")
+            return list(json.loads(body)["data"])
+        except Lost as lost:
+            raise RunError(f"{self.url}: no server answers: {lost}") from None
         except (ValueError, KeyError, TypeError):
             raise RunError(
                 f"{self.url}/v1/models: not a list of models, as an OpenAI-compatible server gives"
@@ -123,24 +114,25 @@ class HttpArm:
         """One request, timed; what goes wrong with it alone becomes its error."""
         answer, error = Answer(), None
         try:
-            async with self._client.stream("POST", "/v1/completions", json=self._body(ask)) as response:
-                if response.status_code != 200:
-                    raise Refused(http_error(response.status_code, (await response.aread()).decode(errors="replace")))
-                async for event, now in events(response.aiter_bytes()):
+            async with self._connections.request("POST", "/v1/completions", self._body(ask)) as response:
+                if response.status != 200:
+                    refusal = b"".join([piece async for piece in response.body()])
+                    raise Refused(http_error(response.status, refusal))
+                async for event, now in events(response.body()):
                     answer.take(event, now)
             if not answer.pieces or not answer.tokens:
                 raise Refused("the stream ended without output" if answer.tokens else "the stream ended without usage")
         except Refused as refusal:
             error = str(refusal)
-        except httpx2.TimeoutException as late:
-            error = f"no answer in time ({type(late).__name__})"
-        except httpx2.TransportError as lost:
+        except Late as late:
+            error = str(late)
+        except Lost as lost:
             await self._models()  # raises where the server is gone: what is left would fail alike
-            error = reason_of(lost)
+            error = str(lost)
         return Timing(start, tuple(answer.pieces), len(ask.prompt), answer.tokens or 0, ask.output, error)
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        return {
+    def _body(self, ask: Ask) -> bytes:
+        body = {
             "model": self._model,
             "prompt": ask.prompt,
             "max_tokens": ask.output,
@@ -149,9 +141,11 @@ class HttpArm:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        return json.dumps(body).encode()
 
     def close(self) -> None:
-        self._loop.run_until_complete(self._client.aclose())
+        self._connections.close()
+        self._loop.run_until_complete(asyncio.sleep(0))  # asyncio closes sockets in its next turn
         self._loop.close()
 
 
@@ -170,12 +164,12 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[dict[str, 
                     raise Refused(f"not JSON in the stream: {data[:SHOWN].decode(errors='replace')}") from None
 
 
-def http_error(status: int, body: str) -> str:
+def http_error(status: int, body: bytes) -> str:
     """`HTTP 400: prompt has 600 tokens; …` from the error bodies of OpenAI-compatible servers, or any other."""
     try:
         told = message_of(json.loads(body))
     except ValueError:
-        told = body
+        told = body.decode(errors="replace")
     line = " ".join(told.split())
     return f"HTTP {status}: {line[:SHOWN]}".rstrip(": ")
 
@@ -184,7 +178,3 @@ def message_of(body: Any) -> str:
     """The `message` of {"error": {"message": …}}, of {"error": …} or of the body itself."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error.get("detail", error)) if isinstance(error, dict) else error)
-
-
-def reason_of(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -78,6 +77,6 @@ def _receipt() -> dict[str, Any]:
         "tool_version": __version__,
         "commit": commit(),
         "hardware": hardware(),  # of the client, where the arms are servers
-        "versions": versions() | {"httpx2": importlib.metadata.version("httpx2")},
+        "versions": versions(),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -108,7 +108,7 @@ class Server(ThreadingHTTPServer):
         """A client that went away, or a stream that a fault closed."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(behaviour: Behaviour) -> Iterator[str]:
     """The address of a server on a free port, in a thread of its own."""
     handler = type("ChosenHandler", (Handler,), {"behaviour": behaviour})
@@ -125,7 +125,5 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
 
 
 def _serve(server: Server) -> None:
-    try:
+    with contextlib.suppress(OSError, ValueError):  # its socket was closed under it: it died
         server.serve_forever(poll_interval=0.05)
-    except (OSError, ValueError):  # its socket was closed under it: it died
-        pass

@@ -49,7 +49,7 @@ def test_known_delays(halves: bool) -> None:
         assert timing.tpot is not None
         assert 0.9 * 0.04 <= timing.tpot < 0.04 + SLACK / 4
         assert timing.prompt_tokens == 4
-    assert 3 * (0.15 + 5 * 0.04) <= found.seconds
+    assert found.seconds >= 3 * (0.15 + 5 * 0.04)
 
 
 def test_the_request_is_what_servers_understand() -> None:
@@ -102,12 +102,12 @@ def test_refusals_are_counted_and_shown_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("behaviour", "error"),
     [
-        (Behaviour(first=0, gap=0, cut_after=2), "peer closed connection"),
+        (Behaviour(first=0, gap=0, cut_after=2), "the server closed the connection"),
         (Behaviour(first=0, gap=0, error_after=2), "the engine failed"),
         (Behaviour(first=0, gap=0, usage=False), "the stream ended without usage"),
         (Behaviour(first=0, gap=0, refuse_every=1, body="<html>no</html>"), "HTTP 503: <html>no</html>"),
         (Behaviour(first=0, gap=0, refuse_every=1, status=400, body='{"detail": "bad"}'), "HTTP 400: bad"),
-        (Behaviour(first=3), r"no answer in time \(ReadTimeout\)"),
+        (Behaviour(first=3), "no answer within 0.5 s"),
     ],
 )
 def test_where_every_request_fails_the_first_reason_is_told(behaviour: Behaviour, error: str) -> None:
