@@ -32,6 +32,7 @@ __all__ = [
     "pick",
     "pick_rows",
     "sample",
+    "select_rows",
     "uniform",
 ]
 
@@ -46,7 +47,7 @@ def choose(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     greedy = [row for row, draw in enumerate(draws) if draw.params.temperature == 0]
     tokens = [0] * len(draws)
     if greedy:
-        for row, token in zip(greedy, _rows(logits_NV, greedy).argmax(-1).tolist(), strict=True):
+        for row, token in zip(greedy, select_rows(logits_NV, greedy).argmax(-1).tolist(), strict=True):
             tokens[row] = token
     for rows, ids_nk, probs_nk in _candidates(logits_NV, draws):
         numbers = [draws[row].uniform() for row in rows]
@@ -66,7 +67,7 @@ def distributions(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tenso
     greedy = [row for row, draw in enumerate(draws) if draw.params.temperature == 0]
     if greedy:
         index = torch.tensor(greedy, device=logits_NV.device)
-        probs_NV[index, _rows(logits_NV, greedy).argmax(-1)] = 1.0
+        probs_NV[index, select_rows(logits_NV, greedy).argmax(-1)] = 1.0
     for rows, ids_nk, probs_nk in _candidates(logits_NV, draws):
         _spread(probs_NV, rows, ids_nk, probs_nk)
     return probs_NV
@@ -112,11 +113,13 @@ def logprobs_of(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprobs
 def logprobs(logits_NV: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """`logprobs_of` for many rows: sampled tokens, or a prompt's next ones. −inf where a token is impossible."""
     logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
-    chosen = logprobs_NV.gather(1, torch.tensor(tokens, device=logits_NV.device)[:, None])[:, 0].tolist()
+    chosen = logprobs_NV.gather(1, torch.tensor(tokens, dtype=torch.long, device=logits_NV.device)[:, None])[
+        :, 0
+    ].tolist()
     found: list[TokenLogprobs | None] = [None] * len(tokens)
     for count in set(counts):
         rows = [row for row, wanted in enumerate(counts) if wanted == count]
-        values_nk, ids_nk = torch.topk(_rows(logprobs_NV, rows), count)
+        values_nk, ids_nk = torch.topk(select_rows(logprobs_NV, rows), count)
         for row, ids, values in zip(rows, ids_nk.tolist(), values_nk.tolist(), strict=True):
             found[row] = TokenLogprobs(_number(chosen[row]), dict(zip(ids, map(_number, values), strict=True)))
     return [one for one in found if one is not None]
@@ -127,11 +130,11 @@ def _number(logprob: float) -> float:
     return -math.inf if math.isnan(logprob) else logprob
 
 
-def _rows(values_NV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def select_rows(values_NV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Some rows, in order; all of them without a copy."""
     if len(rows) == len(values_NV):
         return values_NV
-    return values_NV[torch.tensor(rows, device=values_NV.device)]
+    return values_NV[torch.tensor(rows, dtype=torch.long, device=values_NV.device)]
 
 
 # Rows, then ids [n, k] and probabilities [n, k] of the tokens that may be chosen in them, zero for what is dropped
@@ -150,7 +153,7 @@ def _candidates(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> Iterator[_Can
     limits = torch.finfo(torch.float32)
     for (top_k, top_p, min_p), rows in groups.items():
         held = [min(max(draws[row].params.temperature, limits.tiny), limits.max) for row in rows]
-        logits_nV = _rows(logits_NV, rows)
+        logits_nV = select_rows(logits_NV, rows)
         shifted_nV = logits_nV - logits_nV.amax(-1, keepdim=True)
         shifted_nV /= torch.tensor(held, dtype=torch.float32, device=logits_NV.device)[:, None]
         for some, ids_nk, probs_nk in _filter(torch.softmax(shifted_nV, dim=-1), top_k, top_p, min_p):
@@ -188,14 +191,14 @@ def _nuclei(probs_nV: torch.Tensor, top_p: float) -> Iterator[tuple[list[int], t
     for count in NUCLEUS_TRIES:
         if count >= probs_nV.shape[-1] or not rows:
             continue
-        sorted_nk, ids_nk = torch.topk(_rows(probs_nV, rows), count)
+        sorted_nk, ids_nk = torch.topk(select_rows(probs_nV, rows), count)
         enough = (sorted_nk.cumsum(-1, dtype=torch.float64)[:, -1] >= top_p).tolist()
         held = [i for i, holds in enumerate(enough) if holds]
         if held:
-            yield [rows[i] for i in held], _rows(sorted_nk, held), _rows(ids_nk, held)
+            yield [rows[i] for i in held], select_rows(sorted_nk, held), select_rows(ids_nk, held)
         rows = [row for row, holds in zip(rows, enough, strict=True) if not holds]
     if rows:
-        sorted_nV, ids_nV = torch.sort(_rows(probs_nV, rows), dim=-1, descending=True)
+        sorted_nV, ids_nV = torch.sort(select_rows(probs_nV, rows), dim=-1, descending=True)
         yield rows, sorted_nV, ids_nV
 
 

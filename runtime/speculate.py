@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from compress.runtime.draft_model import DraftModelProposer, check_tokenizers
 from compress.runtime.ngram import NgramProposer
 from compress.runtime.request import Drafts, Request
-from compress.runtime.sampler import Draw, adjust, choose, distributions, pick
+from compress.runtime.sampler import Draw, adjust, choose, distributions, pick, select_rows
 
 __all__ = ["DraftLength", "DraftModelProposer", "NgramProposer", "Proposer", "Verdict", "check_tokenizers"]
 
@@ -59,28 +60,28 @@ def decide(logits_RV: torch.Tensor, requests: Sequence[Request], drafts: Sequenc
     """
     draws = [Draw.of(r, d.tokens[:i]) for r, d in zip(requests, drafts, strict=True) for i in range(len(d.tokens) + 1)]
     adjusted_RV = adjust(logits_RV, draws)
-    drawn = [
-        d.distributions is not None and bool(d.tokens) and r.params.temperature > 0
-        for r, d in zip(requests, drafts, strict=True)
+    starts = list(accumulate((len(one.tokens) + 1 for one in drafts), initial=0))
+    rows_N = [range(start, end) for start, end in pairwise(starts)]
+    drawn_N = [
+        request.params.temperature > 0 and one.distributions is not None and len(one.tokens) > 0
+        for request, one in zip(requests, drafts, strict=True)
     ]
-    starts = [0]
-    for one in drafts:
-        starts.append(starts[-1] + len(one.tokens) + 1)
-    plain = [row for i, skip in enumerate(drawn) if not skip for row in range(starts[i], starts[i + 1])]
-    rows_RV = adjusted_RV if len(plain) == len(draws) else adjusted_RV[torch.tensor(plain, device=logits_RV.device)]
-    chosen = dict(zip(plain, choose(rows_RV, [draws[row] for row in plain]), strict=True))
+    plain = [row for rows, drawn in zip(rows_N, drawn_N, strict=True) if not drawn for row in rows]
+    others = [row for rows, drawn in zip(rows_N, drawn_N, strict=True) if drawn for row in rows]
+    chosen = dict(zip(plain, choose(select_rows(adjusted_RV, plain), [draws[row] for row in plain]), strict=True))
+    target_RV = distributions(select_rows(adjusted_RV, others), [draws[row] for row in others])
     verdicts = []
-    for i, one in enumerate(drafts):
-        rows = range(starts[i], starts[i + 1])
-        if not drawn[i]:
+    for one, rows, drawn in zip(drafts, rows_N, drawn_N, strict=True):
+        if drawn:
+            target_kV, target_RV = target_RV[: len(rows)], target_RV[len(rows) :]
+            chances = [draws[row].uniform(2) for row in rows[:-1]]
+            verdicts.append(
+                verify(target_kV, one.tokens, one.distributions, chances, [draws[row].uniform() for row in rows])
+            )
+        else:
             own = [chosen[row] for row in rows]
             accepted = _agreement(one.tokens, own)
             verdicts.append(Verdict(accepted, own[accepted]))
-            continue
-        mine = [draws[row] for row in rows]
-        target_V = distributions(adjusted_RV[rows.start : rows.stop], mine)
-        chances = [draw.uniform(2) for draw in mine[:-1]]
-        verdicts.append(verify(target_V, one.tokens, one.distributions, chances, [draw.uniform() for draw in mine]))
     return verdicts
 
 
