@@ -26,7 +26,7 @@ from compress.kernels.attention_triton import (
 )
 from compress.kernels.attention_work import Tile, Work, flatten_tables, plan_work
 from compress.kernels.launch import Launch, Target, run, target_of
-from compress.kernels.mla import LatentPages
+from compress.kernels.mla import LatentPages, PagedLatentAttention
 
 
 @triton.jit
@@ -177,6 +177,9 @@ def plan_latent_attention(
     return [attend, plan_reduction(work, partials, None, out_THR)]
 
 
+WIDEST_FLOAT32 = 128  # rank
+
+
 class PagedLatentAttentionTriton:
     """Latent attention of one step: what is to be done goes to the device once, and is used by every layer."""
 
@@ -187,7 +190,9 @@ class PagedLatentAttentionTriton:
         self._works: dict[Tile, Work] = {}
 
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor:
-        """[T, H, R] in the dtype of q."""
+        """[T, H, R] in the dtype of q. Wide float32 latents, too many registers, go to the reference."""
+        if q_THR.dtype == torch.float32 and q_THR.shape[2] > WIDEST_FLOAT32:
+            return PagedLatentAttention(self._queries)(q_THR, q_THE, pages, scale)
         out_THR = torch.empty(q_THR.shape, dtype=q_THR.dtype, device=q_THR.device)
         tile = choose_latent_tile(q_THR, self._target)
         if tile not in self._works:
