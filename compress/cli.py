@@ -19,6 +19,12 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="Where 
 DRAFT = click.option(
     "--draft", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="A small model that guesses ahead."
 )
+SPECULATE = click.option(
+    "--speculate", type=click.Choice(["ngram"]), help="Guess from the text itself: what followed before."
+)
+DRAFT_TOKENS = click.option(
+    "--draft-tokens", type=click.IntRange(1), metavar="N", help="Most tokens to guess at a time."
+)
 
 
 class Commands(click.Group):
@@ -207,8 +213,9 @@ def generate(
     "--timeout", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, help="In seconds."
 )
 @click.option("--exact", is_flag=True, help="CHECKPOINT without rounded activations, as the checkpoint means.")
-@click.option("--draft", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="Speculate with this draft model.")
-@click.option("--speculate", metavar="HOW", help="Speculate in CHECKPOINT, as `compress serve` does.")
+@DRAFT
+@SPECULATE
+@DRAFT_TOKENS
 @click.option("--json", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the record here.")
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the sweep: FILE.png."
@@ -252,8 +259,8 @@ def bench(**options: Any) -> None:
     "--drain", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to finish in when stopped."
 )
 @DRAFT
-@click.option("--speculate", type=click.Choice(["ngram"]), help="Guess from the text itself: what followed before.")
-@click.option("--draft-tokens", type=click.IntRange(1), metavar="N", help="Most tokens to guess at a time.")
+@SPECULATE
+@DRAFT_TOKENS
 @click.option("--exact", is_flag=True, help="On a CPU, no 8-bit activations: slower, and what the checkpoint means.")
 @DEVICE
 def serve(

@@ -16,6 +16,7 @@ from compress.bench.options import SERVERS_VOCABULARY, Options, server_url, span
 from compress.bench.sweep import Arm
 from compress.bench.workload import Clients, Level, Workload, check_fits
 from compress.errors import UserError
+from compress.runtime.drafting import DEFAULT_DRAFTS
 from compress.runtime.engine import Engine
 from compress.shards import read_config
 
@@ -59,7 +60,8 @@ def engine_arms(options: Options, levels: Sequence[Level]) -> dict[str, Arm]:
 
 def engine_settings(options: Options) -> dict[str, Any]:
     """What of the engine's own settings was asked for."""
-    settings = {"exact": options.exact, "draft": options.draft, "speculate": options.speculate}
+    tokens = options.draft_tokens or (DEFAULT_DRAFTS if options.speculate else None)
+    settings = {"exact": options.exact, "draft": options.draft, "speculate": tokens}
     return {name: value for name, value in settings.items() if value}
 
 

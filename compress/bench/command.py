@@ -74,7 +74,7 @@ def _sweep(
 
 def _settings(options: Options) -> dict[str, Any]:
     """What decided the figures besides the workload."""
-    engine = {name: value if value is True else str(value) for name, value in engine_settings(options).items()}
+    engine = {name: str(value) if name == "draft" else value for name, value in engine_settings(options).items()}
     where = {"served": True} if options.url else {"served": False, "device": options.device}
     return where | {"rounds": read.rounds_of(options)} | engine
 

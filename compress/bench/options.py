@@ -45,6 +45,7 @@ class Options:
     exact: bool = False
     draft: Path | None = None
     speculate: str | None = None
+    draft_tokens: int | None = None
     json: Path | None = None
     plot: Path | None = None
 
@@ -81,11 +82,15 @@ def check_arms(options: Options) -> None:
     if options.baseline_url is not None and options.url is None:
         raise UserError("--baseline-url: needs --url, so that both arms are measured alike")
     if options.url is not None:
-        for name in ("exact", "draft", "speculate"):
+        for name in ("exact", "draft", "speculate", "draft_tokens"):
             if getattr(options, name):
-                raise UserError(f"--{name}: with --url, that is the server's to decide; start it so")
+                raise UserError(f"--{name.replace('_', '-')}: with --url, that is the server's to decide; start it so")
     elif options.model is not None:
         raise UserError("--model: names a model of a server; it needs --url")
+    if options.draft is not None and options.speculate is not None:
+        raise UserError("--draft and --speculate: give one of the two")
+    if options.draft_tokens is not None and options.draft is None and options.speculate is None:
+        raise UserError("--draft-tokens needs --draft or --speculate")
     for option, url in (("--url", options.url), ("--baseline-url", options.baseline_url)):
         if url is not None:
             server_url(url, option)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,7 +56,7 @@ class LevelResult:
 
 
 def sweep(
-    arms: dict[str, Arm],
+    arms: Mapping[str, Arm],
     workload: Workload,
     levels: Sequence[Level],
     requests: Callable[[Level], int],

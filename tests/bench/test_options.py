@@ -45,6 +45,9 @@ def test_defaults_keep_every_client_busy() -> None:
         ({"url": "http://a", "baseline": MODEL}, "--baseline: with --url"),
         ({"baseline_url": "http://a"}, "--baseline-url: needs --url"),
         ({"url": "http://a", "exact": True}, "--exact: with --url, that is the server's to decide"),
+        ({"url": "http://a", "draft_tokens": 3}, "--draft-tokens: with --url"),
+        ({"draft": MODEL, "speculate": "ngram"}, "--draft and --speculate: give one"),
+        ({"draft_tokens": 3}, "--draft-tokens needs --draft or --speculate"),
         ({"url": "localhost:8000"}, "--url localhost:8000: must be the address"),
         ({"url": "http://a:b"}, "--url http://a:b: must be the address"),
         ({"model": "m"}, "--model: names a model of a server"),
@@ -65,7 +68,8 @@ def test_defaults_keep_every_client_busy() -> None:
     ],
 )
 def test_a_mistake_is_one_line(given: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"checkpoint": MODEL} | given
     with pytest.raises(UserError) as caught:
-        Options(**({"checkpoint": MODEL} | given))
+        Options(**options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
