@@ -45,11 +45,13 @@ DEEPSEEK = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
+QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "attention_bias", "attention_bias", "mlp_bias"),
-    "mistral": Family("MistralForCausalLM", window="all", defaults={"sliding_window": 4096}),
-    "qwen2": Family("Qwen2ForCausalLM", True, window="upper", window_switch=True, defaults=QWEN_WINDOW),
+    "mistral": Family(
+        "MistralForCausalLM", window="all", defaults={"sliding_window": 4096, "max_position_embeddings": 131072}
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", True, window="upper", window_switch=True, defaults=QWEN_DEFAULTS),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         "attention_bias",
@@ -57,7 +59,7 @@ FAMILIES = {
         qk_norm=True,
         window="upper",
         window_switch=True,
-        defaults=QWEN_WINDOW | {"head_dim": 128},
+        defaults=QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -66,7 +68,13 @@ FAMILIES = {
         window="pattern",
         sandwich=True,
         activations=("gelu_pytorch_tanh",),
-        defaults=GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+        defaults=GEMMA
+        | {
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+            "max_position_embeddings": 8192,
+        },
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -76,7 +84,13 @@ FAMILIES = {
         window="pattern",
         sandwich=True,
         activations=("gelu_pytorch_tanh",),
-        defaults=GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
+        defaults=GEMMA
+        | {
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 131072,
+        },
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -87,7 +101,7 @@ FAMILIES = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         latent=True,
-        defaults=DEEPSEEK | {"first_k_dense_replace": 3},
+        defaults=DEEPSEEK | {"first_k_dense_replace": 3, "max_position_embeddings": 4096},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -99,6 +113,7 @@ FAMILIES = {
             "num_key_value_heads": 8,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
+            "max_position_embeddings": 131072,
         },
     ),
     "qwen3_moe": Family(
@@ -115,6 +130,7 @@ FAMILIES = {
             "num_local_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
+            "max_position_embeddings": 32768,
         },
     ),
 }

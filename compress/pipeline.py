@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from compress import __version__
-from compress.arch import ModelSpec, read_spec
+from compress.arch import ModelSpec, read_spec, require_llama_blocks
 from compress.blockwise import write_durably
 from compress.calibration import Calibration, calibrate_texts
 from compress.checkpoint import Checkpoint, check_tensors
@@ -44,8 +44,13 @@ class Outcome:
 
 
 def plan(recipe: Recipe) -> Forecast:
-    """What a run would do and need, from the model's config alone: no weights, no data."""
-    return forecast(read_spec(resolve_config(recipe.model), recipe.model), recipe)
+    """What a run would do and need, from the model's config alone: no weights, no data.
+
+    Raises UserError for a model that cannot be served, or served but not compressed.
+    """
+    spec = read_spec(resolve_config(recipe.model), recipe.model)
+    require_llama_blocks(spec, "compression", recipe.model)
+    return forecast(spec, recipe)
 
 
 def run(recipe: Recipe, reporter: Reporter, device: str = "cpu", fresh: bool = False, command: str = "") -> Outcome:

@@ -64,7 +64,7 @@ def parameters(spec: ModelSpec) -> int:
 
 def kv_bytes_per_token(spec: ModelSpec, bits: int = 16) -> int:
     """Bytes that one token adds to the KV cache over all layers, before any window drops it."""
-    return 2 * spec.layers * spec.kv_heads * spec.head_dim * bits // 8
+    return spec.layers * spec.cached_numbers * bits // 8
 
 
 def uniform(spec: ModelSpec, scheme: Scheme | None) -> dict[str, Scheme | None]:

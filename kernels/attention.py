@@ -186,9 +186,8 @@ def _gather_heads(
 ) -> torch.Tensor:
     """[N, K, S, D]"""
     x_NSKD = gather(cache_PSKD, span)
-    if scales_PSK is not None:
-        x_NSKD = dequantize(x_NSKD, gather(scales_PSK, span), dtype)
-    return x_NSKD.transpose(1, 2)
+    wide_NSKD = x_NSKD.to(dtype) if scales_PSK is None else dequantize(x_NSKD, gather(scales_PSK, span), dtype)
+    return wide_NSKD.transpose(1, 2)
 
 
 def _attend_span(q_THD: torch.Tensor, pages: Pages, span: Span, options: AttentionOptions) -> torch.Tensor:

@@ -102,7 +102,7 @@ def _store(
     x_TKD: torch.Tensor, pages_PSKD: torch.Tensor, scales_PSK: torch.Tensor | None, slots_T: torch.Tensor
 ) -> None:
     if scales_PSK is None:
-        pages_PSKD.flatten(0, 1).index_copy_(0, slots_T, x_TKD)
+        pages_PSKD.flatten(0, 1).index_copy_(0, slots_T, x_TKD.to(pages_PSKD.dtype))
         return
     if is_static(scales_PSK):
         scale_TK = scales_PSK[0, 0].expand(len(x_TKD), -1)

@@ -79,7 +79,7 @@ def _attend_span(
     heads, rank = q_THR.shape[1:]
     # all heads of all new tokens of a request are rows of one product
     q_NXR, q_NXE = (q.reshape(span.requests, -1, q.shape[-1]) for q in (q_THR, q_THE))
-    c_NSR, k_NSE = gather(pages.latents_PSR, span), gather(pages.keys_PSE, span)
+    c_NSR, k_NSE = (gather(x, span).to(q_THR.dtype) for x in (pages.latents_PSR, pages.keys_PSE))
     scores_NXS = (q_NXR @ c_NSR.mT + q_NXE @ k_NSE.mT).float() * scale
     if span.causal:
         hidden_LS = torch.ones(span.length, span.keys, dtype=torch.bool, device=scores_NXS.device).triu(1)

@@ -232,7 +232,7 @@ def bytes_per_step(arm: Arm, workload: Workload) -> float:
     weights = arm.weight_bytes - (0 if spec.tied else arm.embedding_bytes)
     context = workload.prompt + workload.output / 2
     cached = sum(min(context, window or context) for window in spec.windows)
-    return weights + workload.batch * cached * 2 * spec.kv_heads * spec.head_dim * element_bytes
+    return weights + workload.batch * cached * spec.cached_numbers * element_bytes
 
 
 def load_average() -> float | None:

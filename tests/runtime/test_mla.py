@@ -62,8 +62,18 @@ def test_decoding_from_the_cache_equals_transformers(pair: Pair) -> None:
 
 def test_the_cache_holds_a_latent_and_a_rotated_key_for_each_token(tmp_path: Path) -> None:
     engine = Engine.load(tiny_model(tmp_path, "deepseek_v3", **MLA), max_tokens_in_cache=64)
-    assert engine.executor.cache.nbytes == 2 * 64 * (32 + 16) * 4
+    assert engine.executor.cache.layers.nbytes == 2 * 64 * (32 + 16) * 4
     assert engine.spec.cached_numbers == engine.executor.model.cache_layout[0].numbers == 48
+
+
+@pytest.mark.parametrize("rank", [32, 7])
+def test_a_cache_of_16_bits_loses_little(rank: int, tmp_path: Path) -> None:
+    directory = tiny_model(tmp_path, "deepseek_v3", **(MLA | {"kv_lora_rank": rank}))
+    prompt = prompts(1, 40)[0].tolist()
+    params = SamplingParams(max_tokens=1, logprobs=0)
+    done = [Engine.load(directory, kv_dtype=form).generate([prompt], params)[0] for form in (None, "bfloat16")]
+    wide, narrow = ((completion.logprobs or [])[0].chosen for completion in done)
+    assert 0 < abs(wide - narrow) < 0.1
 
 
 def logprobs(engine: Engine, batch: list[list[int]]) -> list[list[float]]:
