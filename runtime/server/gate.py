@@ -80,7 +80,8 @@ class Gate:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self.max_body_bytes:
-                await self._discard(receive)
+                if message.get("more_body", False):
+                    await self._discard(receive)
                 # an HTTPException passes through the framework's reading of the body as it is
                 raise HTTPException(413, self._too_large().message, {"Connection": "close"})
             return message
