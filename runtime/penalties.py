@@ -1,16 +1,17 @@
 """What changes a model's logits before temperature: penalties for repetition, biases, and bans.
 
-Shapes: N rows, V vocabulary, E entries (row, token) that some rule names.
+Shapes: N rows, V vocabulary, E entries (row, token) that some rule names, e of one row.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
 from compress.runtime.request import Request, SamplingParams
@@ -88,66 +89,67 @@ def _ban(logits_NV: torch.Tensor, rows_E: torch.Tensor, tokens_E: torch.Tensor, 
     logits_NV[rows_E, tokens_E] = torch.where(alive_N[rows_E], ban_E, before_E)
 
 
-# Row of the batch → token → number. Plain dicts, filled only for rows that ask; ids are unique in each.
-_Named = dict[int, dict[int, float]]
+# A row of the batch, tokens [e] of it and a number for each. A token may occur twice only where the numbers are equal
+# and are not added. Arrays: a history of thousands of tokens is too long for Python loops in every step.
+_Rule = tuple[int, np.ndarray, np.ndarray]
 
 
-def _repetitions(draws: Sequence[Draw]) -> _Named:
-    return {
-        row: dict.fromkeys([*draw.tokens, *draw.drafted], draw.params.repetition_penalty)
+def _rule(row: int, tokens: Iterable[int], number: float) -> _Rule:
+    tokens_e = np.fromiter(tokens, dtype=np.int64)
+    return row, tokens_e, np.full(len(tokens_e), number, dtype=np.float32)
+
+
+def _repetitions(draws: Sequence[Draw]) -> list[_Rule]:
+    return [
+        _rule(row, chain(draw.tokens, draw.drafted), draw.params.repetition_penalty)
         for row, draw in enumerate(draws)
         if draw.params.repetition_penalty != 1
-    }
+    ]
 
 
-def _outputs(draws: Sequence[Draw]) -> _Named:
-    named: _Named = {}
+def _outputs(draws: Sequence[Draw]) -> list[_Rule]:
+    rules: list[_Rule] = []
     for row, draw in enumerate(draws):
         frequency, presence = draw.params.frequency_penalty, draw.params.presence_penalty
-        if (frequency or presence) and (counts := Counter(draw.output)):
-            named[row] = {token: -(count * frequency + presence) for token, count in counts.items()}
-    return named
+        if (frequency or presence) and (output := draw.output):
+            tokens_e, counts_e = np.unique(np.array(output, dtype=np.int64), return_counts=True)
+            rules.append((row, tokens_e, -(counts_e * frequency + presence).astype(np.float32)))
+    return rules
 
 
-def _biases(draws: Sequence[Draw]) -> _Named:
-    named = {
-        row: {token: bias for token, bias in draw.params.logit_bias.items() if bias > BAN}
+def _biases(draws: Sequence[Draw]) -> list[_Rule]:
+    rules: list[_Rule] = []
+    for row, draw in enumerate(draws):
+        biases = {token: bias for token, bias in draw.params.logit_bias.items() if bias > BAN}
+        if biases:
+            rules.append((row, np.array([*biases], dtype=np.int64), np.array([*biases.values()], dtype=np.float32)))
+    return rules
+
+
+def _biased_bans(draws: Sequence[Draw]) -> list[_Rule]:
+    return [
+        _rule(row, banned, -math.inf)
         for row, draw in enumerate(draws)
-        if draw.params.logit_bias
-    }
-    return {row: biases for row, biases in named.items() if biases}
+        if (banned := [token for token, bias in draw.params.logit_bias.items() if bias <= BAN])
+    ]
 
 
-def _biased_bans(draws: Sequence[Draw]) -> _Named:
-    named = {
-        row: {token: -math.inf for token, bias in draw.params.logit_bias.items() if bias <= BAN}
-        for row, draw in enumerate(draws)
-        if draw.params.logit_bias
-    }
-    return {row: bans for row, bans in named.items() if bans}
-
-
-def _early_stops(draws: Sequence[Draw]) -> _Named:
-    return {
-        row: dict.fromkeys(draw.stop_ids, -math.inf)
+def _early_stops(draws: Sequence[Draw]) -> list[_Rule]:
+    return [
+        _rule(row, draw.stop_ids, -math.inf)
         for row, draw in enumerate(draws)
         if draw.stop_ids and draw.position - draw.prompt_length < draw.params.min_tokens
-    }
+    ]
 
 
-def _entries(named: _Named, vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _entries(
+    rules: Sequence[_Rule], vocab: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, tokens and numbers as tensors [E]. Ids that the model lacks are left out: a draft model may have fewer."""
-    rows: list[int] = []
-    tokens: list[int] = []
-    numbers: list[float] = []
-    for row, of_row in named.items():
-        known = _within(of_row, vocab)
-        rows += [row] * len(known)
-        tokens += known
-        numbers += [of_row[token] for token in known]
-    index = torch.tensor([rows, tokens], dtype=torch.long, device=device)
-    return index[0], index[1], torch.tensor(numbers, dtype=torch.float32, device=device)
-
-
-def _within(tokens: Iterable[int], vocab: int) -> list[int]:
-    return [token for token in tokens if token < vocab]
+    rows_E = np.repeat([row for row, _, _ in rules], [len(tokens_e) for _, tokens_e, _ in rules])
+    tokens_E = np.concatenate([tokens_e for _, tokens_e, _ in rules])
+    numbers_E = np.concatenate([numbers_e for _, _, numbers_e in rules])
+    known_E = tokens_E < vocab
+    found = (rows_E[known_E], tokens_E[known_E], numbers_E[known_E])
+    rows, tokens, numbers = (torch.from_numpy(array).to(device) for array in found)
+    return rows, tokens, numbers

@@ -104,6 +104,23 @@ def test_the_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
     assert [pick(probs_V, u) for u in (0.0, 0.2499, 0.25, 1 - 2**-48)] == [1, 1, 3, 3]
 
 
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 128, 1000, 1024])
+def test_the_draw_agrees_with_a_search_through_all_tokens(vocab: int) -> None:
+    """At the middle of each token's share, and a hair inside both of its ends; impossible tokens never come."""
+    generator = torch.Generator().manual_seed(vocab)
+    probs_V = torch.rand(vocab, generator=generator) ** 4 + 1e-4
+    probs_V[torch.rand(vocab, generator=generator) < 0.5] = 0
+    probs_V[vocab // 2] = 0.5
+    ends_V = probs_V.double().cumsum(0)
+    total = float(ends_V[-1])
+    for token in probs_V.nonzero()[:, 0].tolist():
+        end, share = float(ends_V[token]), float(probs_V[token])
+        for point in (end - share * (1 - 1e-9), end - share / 2, end - share * 1e-9):
+            assert pick(probs_V, point / total) == token
+    assert pick(probs_V, 0.0) == int(probs_V.nonzero()[0])
+    assert pick(probs_V, 1 - 2**-48) == int(probs_V.nonzero()[-1])
+
+
 WIDE = 3001  # of the vocabulary below: odd, above NUCLEUS_TRIES' 1024, enough that reductions would be split
 HISTORY = [5, 5, 7, 9, 2, 9, 9]  # the first three are the prompt
 
