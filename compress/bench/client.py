@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,25 +78,32 @@ class HttpArm:
                 f"{self.url}/v1/models: not a list of models, as an OpenAI-compatible server gives"
             ) from None
 
-    def run(self, asks: Sequence[Ask], level: Level) -> Run:
-        """Make all requests as the level says. Raises RunError where the server goes away or answers none."""
-        run = self._loop.run_until_complete(self._run(asks, level))
+    def run(self, asks: Sequence[Ask], level: Level, tick: Callable[[], None] = lambda: None) -> Run:
+        """Make all requests as the level says; `tick` is called after each.
+
+        Raises RunError where the server goes away or answers none.
+        """
+        run = self._loop.run_until_complete(self._run(asks, level, tick))
         if not run.answered:
             raise RunError(f"{self.url}: all {len(asks)} requests failed; the first: {run.timings[0].error}")
         return run
 
-    async def _run(self, asks: Sequence[Ask], level: Level) -> Run:
+    async def _run(self, asks: Sequence[Ask], level: Level, tick: Callable[[], None]) -> Run:
         began = time.perf_counter()
         timings: list[Timing] = []
         pending = iter(asks)
 
+        async def make(ask: Ask, start: float) -> None:
+            timings.append(await self._ask(ask, start))
+            tick()
+
         async def client() -> None:
             for ask in pending:
-                timings.append(await self._ask(ask, time.perf_counter()))
+                await make(ask, time.perf_counter())
 
         async def arrival(ask: Ask) -> None:
             await asyncio.sleep(began + ask.due - time.perf_counter())
-            timings.append(await self._ask(ask, began + ask.due))
+            await make(ask, began + ask.due)
 
         if isinstance(level, Clients):
             work = [asyncio.ensure_future(client()) for _ in range(min(level.count, len(asks)))]

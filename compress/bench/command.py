@@ -68,7 +68,7 @@ def _sweep(
             warmup=lambda level: read.warmup_of(options, level),
             rounds=rounds,
             limits=limits,
-            progress=lambda count, note: phase.advance(count, note),
+            progress=lambda note: phase.advance(1, note),
         )
 
 

@@ -12,11 +12,14 @@ from compress.bench.timing import Run, Timing
 from compress.bench.workload import Ask, Clients, Level
 from compress.errors import RunError
 from compress.runtime.engine import SamplingParams
+from compress.runtime.stats import Stats
 
 
 class Steps(Protocol):
     """What is driven of the engine."""
 
+    @property
+    def stats(self) -> Stats: ...
     def add(self, prompt: list[int], params: SamplingParams) -> Any: ...
     def step(self) -> list[Any]: ...
     def abort(self, request: Any) -> None: ...
@@ -39,25 +42,29 @@ class OfflineArm:
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
 
-    def run(self, asks: Sequence[Ask], level: Level) -> Run:
-        """Make all requests as the level says. Raises RunError where the engine fails; nothing is left in it then."""
-        waiting, flights, done = deque(asks), {}, []
-        before, began = self._preemptions(), self.clock()
+    def run(self, asks: Sequence[Ask], level: Level, tick: Callable[[], None] = lambda: None) -> Run:
+        """Make all requests as the level says; `tick` is called after each.
+
+        Raises RunError where the engine fails; nothing is left in it then.
+        """
+        waiting, flights, done = deque(asks), {}, list[Timing]()
+        before, began = self.engine.stats.preemptions, self.clock()
         try:
             while waiting or flights:
                 self._admit(waiting, flights, level, began)
                 if not flights:
                     self.sleep(max(0.0, began + waiting[0].due - self.clock()))
                     continue
-                done += self._step(flights)
+                for timing in self._step(flights):
+                    done.append(timing)
+                    tick()
         except RuntimeError as error:  # torch's: out of memory, a kernel that fails
             reason = str(error).strip().partition("\n")[0]
             raise RunError(f"{self.name}: the engine failed after {len(done)} requests: {reason}") from error
         finally:
             for request in flights:
                 self.engine.abort(request)
-        after = self._preemptions()
-        return Run(done, self.clock() - began, None if before is None or after is None else after - before)
+        return Run(done, self.clock() - began, self.engine.stats.preemptions - before)
 
     def _admit(self, waiting: deque[Ask], flights: dict[Any, Flight], level: Level, began: float) -> None:
         """Add what a free client sends, or what has arrived by now: an arrival during a step counts from its time."""
@@ -83,10 +90,6 @@ class OfflineArm:
             if request.finish_reason is not None:
                 finished.append(landed(flights.pop(request), request.finish_reason))
         return finished
-
-    def _preemptions(self) -> int | None:
-        stats = getattr(self.engine, "stats", None)
-        return None if stats is None else stats.preemptions
 
 
 def landed(flight: Flight, reason: str) -> Timing:

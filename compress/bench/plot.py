@@ -25,19 +25,19 @@ def save_plot(results: Sequence[LevelResult], workload: Workload, names: dict[st
         figure = Figure(figsize=(7.2, 4.6))
         axes = figure.subplots()
         for role in results[0].figures:
-            _arm(axes, results, role, f"{role}: {names[role]}" if len(names) > 1 else names[role])
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.margins(x=0.12, y=0.12)
+            _arm(axes, results, role, f"{role}: {tail(names[role])}" if len(names) > 1 else tail(names[role]))
+        axes.set_xlim(0, 1.08 * axes.dataLim.x1)  # room for the numbers at the last points
+        axes.set_ylim(0, 1.10 * axes.dataLim.y1)
         axes.set_xlabel("TPOT, median, ms per token   (left is better for each stream)")
         axes.set_ylabel("output tokens/s, all streams   (up is better)")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        closed = isinstance(results[0].level, Clients)
-        load = "concurrent clients" if closed else "requests per second that arrive"
-        told = f"Prompts of {workload.prompt} tokens, outputs of {workload.output}. At each point: {load}."
-        dots = " Small dots: single runs." if any(len(runs) > 1 for runs in results[0].runs.values()) else ""
-        axes.set_title(told + dots, loc="left", fontsize=9, color=MUTED, pad=10)
-        axes.legend(loc="best")
+        load = "clients" if isinstance(results[0].level, Clients) else "requests/s"
+        several = any(len(runs) > 1 for runs in results[0].runs.values())
+        told = f"prompt {workload.prompt}, output {workload.output} tokens; numbers: {load}"
+        axes.set_title(
+            told + ("; small dots: single runs" if several else ""), loc="left", fontsize=9, color=MUTED, pad=10
+        )
+        figure.legend(loc="outside upper left", handlelength=3)  # outside: curves may go anywhere
         figure.savefig(path, dpi=150)
 
 
@@ -69,3 +69,8 @@ def _points(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     """(TPOT in ms, output tokens/s) of each run, where it has both."""
     points = [(1000 / speed, run.output_rate) for run in runs if (speed := tpot_speed(run)) > 0]
     return [x for x, _ in points], [y for _, y in points]
+
+
+def tail(name: str, most: int = 44) -> str:
+    """A name as long as a legend bears; paths differ at their ends."""
+    return name if len(name) <= most else "…" + name[1 - most :]

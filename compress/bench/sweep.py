@@ -25,7 +25,7 @@ class Arm(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, asks: Sequence[Ask], level: Level) -> Run: ...
+    def run(self, asks: Sequence[Ask], level: Level, tick: Callable[[], None]) -> Run: ...
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,20 @@ def sweep(
     warmup: Callable[[Level], int],
     rounds: int,
     limits: Limits | None = None,
-    progress: Callable[[int, str], None] = lambda answered, note: None,
+    progress: Callable[[str], None] = lambda note: None,
 ) -> list[LevelResult]:
-    """Measure every level in turn. `arms` holds `compressed`, and may hold `baseline`."""
+    """Measure every level in turn. `arms` holds `compressed`, and may hold `baseline`.
+
+    `progress` is called after each request, with what it belonged to.
+    """
     turns = ("baseline", "compressed", "compressed", "baseline") if "baseline" in arms else ("compressed",)
     results = []
     for level in levels:
         numbers = itertools.count()  # each run has ids of its own: both arms may be one server, with one prefix cache
 
         def once(role: str, count: int, note: str, level: Level = level, numbers: Iterator[int] = numbers) -> Run:
-            run = arms[role].run(asks_for(workload, level, count, next(numbers)), level)
-            progress(count, f"{level}, {role}, {note}")
-            return run
+            asks = asks_for(workload, level, count, next(numbers))
+            return arms[role].run(asks, level, lambda: progress(f"{level}, {role}, {note}"))
 
         if warmup(level):
             for role in arms:

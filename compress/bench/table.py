@@ -11,9 +11,10 @@ from rich.text import Text
 
 from compress.bench.sweep import LevelResult, Ratio
 from compress.bench.timing import Figures, Spread
-from compress.bench.workload import Level
+from compress.bench.workload import Clients, Level
 from compress.evaluate.compare import Interval
 
+HEADLINES = {"output_tokens_per_s": "output", "tpot": "TPOT"}
 SEVERAL_TOKENS = 1.02  # tokens per piece above which ITL is not TPOT
 
 
@@ -32,20 +33,20 @@ def _table(results: Sequence[LevelResult]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("load", *(["arm"] if compared else [])):
         table.add_column(title, no_wrap=True)
-    titles = ["output\ntok/s", *(["×"] if compared else []), "total\ntok/s", "req/s"]
+    titles = ["output\ntok/s", "total\ntok/s", "req/s"]
     titles += [*(["good\nreq/s"] if goodput else []), *(["failed"] if failed else [])]
     titles += ["TTFT ms\np50 / p99", "TPOT ms\np50 / p99", "ITL ms\np50 / p99"]
+    titles += [f"{HEADLINES[headline(results)]}\n×"] if compared else []
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         for place, (role, one) in enumerate(result.figures.items()):
-            ratio = result.ratios.get("output_tokens_per_s") if role == "compressed" else None
-            cells = [_rate(one.output_tokens_per_s)]
-            cells += [f"{ratio.value:.2f}" if ratio else ""] if compared else []
-            cells += [_rate(one.total_tokens_per_s), _rate(one.requests_per_s)]
+            ratio = result.ratios.get(headline(results)) if role == "compressed" else None
+            cells = [_rate(one.output_tokens_per_s), _rate(one.total_tokens_per_s), _rate(one.requests_per_s)]
             cells += [_rate(one.goodput or 0.0)] if goodput else []
             cells += [f"{one.failed} of {one.requests}"] if failed else []
             cells += [_spread(one.ttft), _spread(one.tpot), _spread(one.itl)]
+            cells += [f"{ratio.value:.2f}" if ratio else ""] if compared else []
             last = place == len(result.figures) - 1
             head = ["" if place else str(result.level), *([role] if compared else [])]
             table.add_row(*head, *cells, end_section=compared and last)
@@ -91,15 +92,24 @@ def _cautions(level: Level, role: str, one: Figures) -> Iterator[str]:
         yield f"preempted   {where}: {one.preemptions} times; the cache is too small for this load"
 
 
+def headline(results: Sequence[LevelResult]) -> str:
+    """Which ratio tells most. An open loop has the rate of its arrivals, whatever serves it: there TPOT does."""
+    return "output_tokens_per_s" if isinstance(results[0].level, Clients) else "tpot"
+
+
 def summary(results: Sequence[LevelResult]) -> list[str]:
     """One line on the level of the heaviest load; none without a baseline."""
-    compared = [result for result in results if "output_tokens_per_s" in result.ratios]
+    name = headline(results)
+    compared = [result for result in results if name in result.ratios]
     if not compared:
         return []
     last = compared[-1]
-    ratio = last.ratios["output_tokens_per_s"]
-    line = f"compressed  {ratio.value:.2f} times the baseline's output tok/s at {last.level} ({_certainty(ratio)})"
-    tpot = last.ratios.get("tpot")
+    head, tpot = last.ratios[name], last.ratios.get("tpot")
+    if name == "tpot":
+        return [
+            f"compressed  TPOT {head.value:.2f} times as fast as the baseline's at {last.level} ({_certainty(head)})"
+        ]
+    line = f"compressed  {head.value:.2f} times the baseline's output tok/s at {last.level} ({_certainty(head)})"
     return [line + (f"; TPOT {tpot.value:.2f} times as fast" if tpot else "")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from compress.runtime.engine import SamplingParams
+from compress.runtime.stats import Stats
 from tests.evaluate.test_speed import Clock
 
 
@@ -30,6 +31,7 @@ class SimulatedEngine:
     seen: list[tuple[int, ...]] = field(default_factory=list)
     steps: int = 0
     most: int = 0  # requests in one step
+    stats: Stats = field(default_factory=Stats)
 
     def add(self, prompt: list[int], params: SamplingParams) -> SimulatedRequest:
         assert params.ignore_eos

@@ -72,6 +72,23 @@ def test_one_engine_under_arrivals(models: tuple[Path, Path]) -> None:
     assert "times the baseline" not in out
 
 
+def test_speculation_is_of_the_checkpoint_alone(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """The model as its own draft: every guess is right, so pieces hold several tokens, and the baseline's one."""
+    record = tmp_path / "bench.json"
+    code, out, err = run_cli(
+        *("bench", models[0], "--baseline", models[0], "--draft", models[0], "--draft-tokens", 3, "--rounds", 1),
+        *("--concurrency", 1, "--requests", 2, "--prompt-tokens", 12, "--output-tokens", 24, "--json", record),
+    )
+    assert code == 0, err
+    told = json.loads(record.read_text())
+    [level] = told["levels"]
+    assert level["figures"]["baseline"]["tokens_per_piece"] == 1
+    assert level["figures"]["compressed"]["tokens_per_piece"] > 2
+    assert "pieces      1 client, compressed" in out
+    assert told["settings"]["draft"] == str(models[0])
+    assert told["settings"]["speculate"] == 3
+
+
 def test_a_server_and_another(tmp_path: Path) -> None:
     """Ids stay below --vocab; the key is in no file; failures have their column and their reason."""
     slow, fast = Behaviour(first=0.08, gap=0.02), Behaviour(first=0.02, gap=0.005, refuse_every=5)

@@ -108,3 +108,12 @@ def test_the_real_engine(tmp_path: Path) -> None:
         assert min(timing.gaps) > 0
     assert sum(timing.e2e for timing in run.timings) > run.seconds, "requests ran at the same time"
     assert max(timing.pieces[-1] for timing in run.timings) - run.timings[0].start <= run.seconds + 1
+
+
+def test_a_cache_that_is_too_small_shows_as_preemptions(tmp_path: Path) -> None:
+    """Room for one request and a half: four together take each other's pages."""
+    engine = Engine.load(tiny_model(tmp_path), max_tokens_in_cache=96)
+    work = Workload(Span(32, 32), Span(24, 24), engine.spec.vocab)
+    arm = OfflineArm("tiny", engine)
+    assert (arm.run(asks_for(work, Clients(4), 4, 0), Clients(4)).preemptions or 0) > 0
+    assert arm.run(asks_for(work, Clients(1), 2, 1), Clients(1)).preemptions == 0

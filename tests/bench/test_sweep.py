@@ -111,6 +111,8 @@ def test_the_summary_line_gives_ratio_interval_and_smallest_effect() -> None:
         "compressed  2.00 times the baseline's output tok/s at 2 clients (95 % 2.000–2.000; smallest effect seen here "
         "0.0 %); TPOT 2.00 times as fast"
     ]
+    [opened] = summary(measured(clock, pair(clock, 2.0), [Arrivals(0.1)]))
+    assert opened.startswith("compressed  TPOT 2.00 times as fast as the baseline's at 0.1 req/s (95 % 2.000–2.000")
     [same] = summary(measured(clock, pair(clock, 1.0)))
     assert "so no difference is shown" in same
     [once] = summary(measured(clock, pair(clock, 2.0), rounds=1))
