@@ -6,6 +6,7 @@ stop strings and characters of several bytes need no trained model.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ def successor_model(directory: Path, chain: bytes, eos: int | list[int] = 255, t
         block.self_attn.o_proj.weight.zero_()
         block.mlp.down_proj.weight.zero_()
         model.lm_head.weight.zero_()
-        for token, successor in zip(ids, ids[1:], strict=False):
+        for token, successor in pairwise(ids):
             model.lm_head.weight[successor, token] = CERTAIN
     model.save_pretrained(directory)
     return directory

@@ -57,18 +57,21 @@ def test_exactly_one_bos(tmp_path: Path, adds: bool, template: str, text_bos: in
 
 def test_a_chat_is_the_text_that_its_template_prints(server: Live) -> None:
     asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    begun = [*USER, {"role": "assistant", "content": "Once"}]
     for fields, text in (
         ({}, "[user]Hi[me]"),
         ({"add_generation_prompt": False}, "[user]Hi"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]}, "[user]Hi[me]"),
-        ({"messages": [*USER, {"role": "assistant", "content": "Once"}], "continue_final_message": True}, "[user]Hi[assistant]Once"),
-    ):  # fmt: skip
+        ({"messages": [{"role": "user", "content": parts}]}, "[user]Hi[me]"),
+        ({"messages": begun, "continue_final_message": True}, "[user]Hi[assistant]Once"),
+    ):
         status, chat = server.post("/v1/chat/completions", **({"messages": USER} | asked | fields))
         assert status == 200, chat
         plain = server.complete(text, **asked)["choices"][0]["text"]
         assert chat["choices"][0]["message"]["content"] == plain
-        assert server.post("/tokenize", prompt=text)[1]["tokens"] == (
-            server.post("/tokenize", **({"messages": USER} | fields))[1]["tokens"]
+        assert (
+            server.post("/tokenize", prompt=text)[1]["tokens"]
+            == (server.post("/tokenize", **({"messages": USER} | fields))[1]["tokens"])
         )
 
 

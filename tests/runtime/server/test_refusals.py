@@ -1,4 +1,4 @@
-"""What the server refuses, and how it says so: the field, the limit, the nearest right name; and nobody else notices."""
+"""What the server refuses, and how it says so: field, limit, nearest right name; and nobody else notices."""
 
 from __future__ import annotations
 

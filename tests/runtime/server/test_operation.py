@@ -1,0 +1,211 @@
+"""What an operator sees: metrics, failures of the engine, and a server that stops in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.product import run_cli
+from tests.runtime.server.live import WAIT, Live, live, until
+from tests.tiny import tiny_model
+
+VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries prefix_cache_hits
+num_preemptions prompt_tokens generation_tokens request_success time_to_first_token_seconds
+inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
+request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds spec_decode_num_drafts
+spec_decode_num_draft_tokens spec_decode_num_accepted_tokens"""
+
+
+def test_metrics_are_vllms_under_our_prefix(tiny: Path) -> None:
+    with live(tiny) as server:
+        server.complete("abc", max_tokens=5, n=2, ignore_eos=True)
+        server.complete("abcd", max_tokens=0, echo=True)
+        families = {f.name: f for f in text_string_to_metric_families(server.call("GET", "/metrics")[1])}
+        assert {f"compress:{suffix}" for suffix in VLLM.split()} <= set(families)
+        expected = {
+            "compress:generation_tokens_total": 10,
+            "compress:prompt_tokens_total": 3 + 3 + 4,
+            "compress:request_success_total": 3,
+            "compress:time_to_first_token_seconds_count": 2,
+            "compress:inter_token_latency_seconds_count": 8,
+            "compress:request_time_per_output_token_seconds_count": 2,
+            "compress:e2e_request_latency_seconds_count": 3,
+            "compress:num_requests_running": 0,
+            "compress:kv_cache_usage_perc": 0,
+        }
+        for name, value in expected.items():
+            labels = {"finished_reason": "length"} if "success" in name else {}
+            assert server.metric(name, model_name="tiny", **labels) == value, name
+        for sample in families["compress:e2e_request_latency_seconds"].samples:
+            assert sample.value >= 0
+        assert server.post("/v1/completions", prompt="")[0] == 400
+        assert server.metric("compress:requests_refused_total", status="400") == 1
+
+
+def test_speculation_is_invisible_but_for_its_counters(tiny: Path) -> None:
+    asked: dict[str, Any] = {"prompt": "abcabcabcabc", "max_tokens": 60, "temperature": 0, "logprobs": 1}
+    with live(tiny) as plain:
+        expected = plain.complete(**asked)["choices"]
+    with live(tiny, speculate=4) as server:
+        assert server.complete(**asked)["choices"] == expected
+        events = server.stream("/v1/completions", **asked)[:-1]
+        assert "".join(event["choices"][0]["text"] for event in events) == expected[0]["text"]
+        assert server.metric("compress:spec_decode_num_draft_tokens_total") > 0
+
+
+class Broken:
+    """An engine whose steps and aborts fail when told to."""
+
+    def __init__(self, server: Live) -> None:
+        self.step, self.abort = server.engine.step, server.engine.abort
+        self.fail_step = self.fail_abort = False
+        server.engine.step = self._step  # type: ignore[method-assign]
+        server.engine.abort = self._abort  # type: ignore[method-assign]
+
+    def _step(self) -> Any:
+        if self.fail_step:
+            raise RuntimeError("no memory")
+        return self.step()
+
+    def _abort(self, request: Any) -> None:
+        if self.fail_abort:
+            raise RuntimeError("no pages")
+        self.abort(request)
+
+
+def test_a_failed_step_ends_its_requests_and_nothing_else(tiny: Path) -> None:
+    with live(tiny) as server:
+        engine = Broken(server)
+        streaming = server.begin("/v1/completions", prompt="x", max_tokens=400, ignore_eos=True, stream=True)
+        response = streaming.getresponse()
+        response.readline()
+        engine.fail_step = True
+        status, told = server.post("/v1/completions", prompt="y")
+        assert (status, told["error"]["type"]) == (500, "server_error")
+        assert "no memory" in told["error"]["message"]
+        last = response.read().decode().strip().split("\n\n")[-1]
+        assert "no memory" in json.loads(last.removeprefix("data: "))["error"]["message"], "no [DONE] after an error"
+        streaming.close()
+        engine.fail_step = False
+        assert server.call("GET", "/health")[0] == 200
+        assert server.used_pages == 0
+        assert server.complete("z", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
+
+
+def test_an_engine_that_cannot_recover_is_dead_and_says_so(tiny: Path) -> None:
+    with live(tiny) as server:
+        engine = Broken(server)
+        engine.fail_step = engine.fail_abort = True
+        assert server.post("/v1/completions", prompt="y")[0] == 500
+        until(lambda: server.call("GET", "/health")[0] == 503)
+        status, told = server.post("/v1/completions", prompt="y")
+        assert status == 503
+        assert "no pages" in told["error"]["message"]
+        engine.fail_abort = False
+
+
+def test_draining_finishes_what_runs_and_takes_no_more(tiny: Path) -> None:
+    with live(tiny) as server:
+        told: list[Any] = []
+        body: dict[str, Any] = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        asking = threading.Thread(target=lambda: told.append(server.post("/v1/completions", **body)))
+        asking.start()
+        until(lambda: server.engine.stats.running == 1)
+        server.service.draining = True
+        status, refused = server.post("/v1/completions", prompt="y")
+        assert status == 503
+        assert "shutting down" in refused["error"]["message"]
+        assert server.call("GET", "/health")[0] == 503
+        server.service.draining = False
+        server.server.begin_drain()
+        asking.join(WAIT)
+        assert told[0][0] == 200
+        assert told[0][1]["usage"]["completion_tokens"] == 400
+        server.thread.join(WAIT)
+        assert not server.thread.is_alive()
+
+
+def test_draining_ends_what_takes_too_long(tmp_path: Path) -> None:
+    directory = tiny_model(tmp_path, max_position_embeddings=65536)
+    with live(directory, {"drain_seconds": 0.2}, max_tokens_in_cache=65536) as server:
+        connection = server.begin("/v1/completions", prompt="x", max_tokens=60000, ignore_eos=True, stream=True)
+        response = connection.getresponse()
+        response.readline()
+        server.server.begin_drain()
+        rest = response.read().decode()
+        assert "the server is shutting down" in rest
+        assert not rest.rstrip().endswith("[DONE]")
+        server.thread.join(WAIT)
+        assert not server.thread.is_alive()
+
+
+@pytest.fixture
+def process(tiny: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`compress serve` as a user starts it, and its address."""
+    command = [sys.executable, "-m", "compress.cli", "serve", str(tiny), "--port", "0", "--kv-pages", "64"]
+    environment = os.environ | {"COMPRESS_API_KEY": "k", "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert running.stdout is not None
+        line = running.stdout.readline()
+        assert line.startswith(f"serving {tiny.name} on http://127.0.0.1:"), line + (running.communicate()[1] or "")
+        yield running, line.split()[-1]
+    finally:
+        running.kill()
+        running.communicate()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_with_exit_code_0(process: tuple[subprocess.Popen[str], str], sent: signal.Signals) -> None:
+    running, url = process
+    with urlopen(f"{url}/health", timeout=WAIT) as response:
+        assert json.loads(response.read()) == {"status": "ok"}
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+    model = client.models.list().data[0].id
+    stream = client.completions.create(
+        model=model, prompt="x", max_tokens=450, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    running.send_signal(sent)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "it is allowed to finish"
+    assert running.wait(WAIT) == 0
+    assert running.stderr is not None
+    assert running.stderr.read() == ""
+
+
+def test_a_port_in_use_and_wrong_options_are_one_line(tiny: Path, server: Live) -> None:
+    for arguments, message in (
+        (("--port", server.port), "--port"),
+        (("--max-model-len", 513, "--port", 0), "--max-model-len 513: the model has 512 positions"),
+        (("--draft-tokens", 3), "--draft-tokens needs --draft or --speculate"),
+        (("--host", "256.0.0.1"), "--host 256.0.0.1"),
+    ):
+        code, _, err = run_cli("serve", tiny, *arguments)
+        assert code == 2
+        assert message in err.strip().splitlines()[-1]
+        assert "Traceback" not in err
+
+
+def test_an_idle_server_rests(tiny: Path) -> None:
+    """No polling: no thread takes time while nothing is asked for."""
+    with live(tiny) as server:
+        server.complete("x", max_tokens=2)
+        before = server.engine.stats.steps
+        start = time.process_time()
+        time.sleep(0.5)
+        assert server.engine.stats.steps == before
+        assert time.process_time() - start < 0.1
