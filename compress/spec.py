@@ -172,8 +172,8 @@ class ModelSpec:
         if self.latent is not None:
             shapes = self.latent.linears(self.heads, self.hidden)
         else:
-            shapes = dict(zip(QKV, ((query, self.hidden), (kv, self.hidden), (kv, self.hidden)), strict=True))
-            shapes[OUTPUT] = (self.hidden, query)
+            outs = zip((*QKV, OUTPUT), (query, kv, kv, self.hidden), strict=True)
+            shapes = {name: (out, query if name == OUTPUT else self.hidden) for name, out in outs}
         if self.is_sparse(layer):
             assert self.experts is not None
             return shapes | self.experts.linears(self.hidden)

@@ -17,7 +17,7 @@ from compress.recipe import load_recipe
 from compress.rope import attention_scaling
 from tests.tiny import BASE, tiny_model
 
-MLA = {
+MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -70,8 +70,8 @@ def test_every_key_of_transformers_is_accounted_for(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_spec_lists_exactly_the_tensors_that_are_stored(family: str, tied: bool, tmp_path: Path) -> None:
-    directory = tiny_model(tmp_path, family, **(CHANGES.get(family, {}) | {"tie_word_embeddings": tied}))
-    checkpoint = Checkpoint.open(directory)
+    changes: dict[str, Any] = CHANGES.get(family, {}) | {"tie_word_embeddings": tied}
+    checkpoint = Checkpoint.open(tiny_model(tmp_path, family, **changes))
     spec = read_spec(checkpoint.config)
     assert spec.tensors() == {name: checkpoint.shape(name) for name in checkpoint.names}
     assert {name.rpartition(".")[0] for name in spec.tensors()} >= set(spec.linears()) - (

@@ -16,14 +16,13 @@ from compress.runtime.models.attention import load_grouped_attention
 from compress.runtime.models.decoder import Block, Decoder, Rotation
 from compress.runtime.models.mla import load_latent_attention
 from compress.runtime.models.mlp import load_mlp
-from compress.runtime.models.model import Model
 from compress.runtime.models.moe import load_mixture
 from compress.runtime.models.weights import Weights
 
 
 def load_model(
     checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype, exact: bool = False
-) -> Model:
+) -> Decoder:
     """Map a checkpoint and prepare its weights; on a CPU the linears and the embedding are read where they lie.
 
     `exact` keeps activations in `dtype` where the fast arithmetic would quantize them.

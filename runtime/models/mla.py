@@ -122,8 +122,10 @@ def load_latent_attention(weights: Weights, spec: ModelSpec, layer: int, operati
 def _up_weights(weights: Weights, heads: int, latent: Latent, module: str) -> tuple[torch.Tensor, ...]:
     """What makes keys [H, N, R] and values [H, D, R] of latents; dequantized, since half of it meets queries."""
     stored = map_linear(weights.checkpoint, module)
-    in_place = weights.device.type == "cpu" and isinstance(stored, torch.Tensor)
-    weight_OR = dense(stored, weights.device, stored.dtype if in_place else weights.dtype)
+    if weights.device.type == "cpu" and isinstance(stored, torch.Tensor):
+        weight_OR = stored  # read where it lies, in whatever dtype
+    else:
+        weight_OR = dense(stored, weights.device, weights.dtype)
     return weight_OR.unflatten(0, (heads, -1)).split((latent.plain_dim, latent.value_dim), dim=1)
 
 

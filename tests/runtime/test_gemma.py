@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from compress.arch import read_spec
+from compress.checkpoint import Checkpoint, read_config
 from compress.errors import UserError
-from tests.runtime.agreement import BOUND, Pair, prompts, ragged
+from compress.quant.scheme import Scheme
+from compress.runtime.models.load import load_model
+from tests.runtime.agreement import BOUND, Pair, prompts, quantized_error, ragged
 from tests.tiny import tiny_model
 
-GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16, "num_hidden_layers": 4}
+GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16, "num_hidden_layers": 4}
 CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 30.0}  # row 13: a cap that bites
 ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -91,3 +97,24 @@ def test_what_is_not_implemented_is_refused_by_name(
     config = config_of(tmp_path, family)
     with pytest.raises(UserError, match=message):
         read_spec(config | change)
+
+
+def test_quantized_linears_equal_their_dequantized_weights(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "source", "gemma3_text", **GEMMA)
+    assert quantized_error(source, tmp_path, [Scheme(4, 16, False), Scheme(8, 16, True)], torch.float16) < BOUND
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_embeddings_are_scaled_in_the_dtype_of_the_computation(family: str, tmp_path: Path) -> None:
+    """√96 is 9.797959 in float32 and 9.8125 in bfloat16, which transformers multiplies by."""
+    changes = GEMMA | {"hidden_size": 96}
+    directory = tiny_model(tmp_path, family, **changes)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(Checkpoint.open(directory), read_spec(read_config(directory)), torch.device("cpu"), dtype)
+        reference = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).get_input_embeddings()
+        ids_T = torch.arange(40)
+        assert torch.equal(replace(model, blocks=()).hidden(ids_T, ids_T, no_attention), reference(ids_T))
+
+
+def no_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a model without blocks attends to nothing")

@@ -9,11 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress.arch import HEAD, read_spec
-from compress.checkpoint import Checkpoint, write_checkpoint
-from compress.formats.compressed_tensors import pack, quantization_config
-from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.quant.scheme import Scheme
 from compress.runtime.engine import Completion, Engine, SamplingParams
+from tests.runtime.agreement import quantized_error
 from tests.tiny import tiny_model
 
 BOUND = 1e-4  # logits reach 12; the largest difference seen is 1.9e-5
@@ -99,30 +97,6 @@ def test_sixteen_bit_checkpoints_are_widened(dtype: str, tmp_path: Path) -> None
     assert (engine.logits(engine.hidden_states(ids_BS)) - expected).abs().max() < BOUND
 
 
-def quantized_copy(
-    source: Path, directory: Path, schemes: list[Scheme], scale_dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Write `source` with its linears rounded to nearest, scheme by scheme in turn; the dense weights that it means."""
-    checkpoint = Checkpoint.open(source)
-    spec = read_spec(checkpoint.config)
-    tensors = {name: checkpoint.read(name) for name in checkpoint.names}
-    meant, stated = dict(tensors), {}
-    modules = [module for module in spec.linears() if module != HEAD]
-    for number, module in enumerate(modules):
-        scheme = stated[module] = schemes[number % len(schemes)]
-        weight_OGg = tensors.pop(f"{module}.weight").unflatten(1, (-1, scheme.group_size or 64))
-        scale_OG = (weight_OGg.abs().amax(2) / scheme.qmax).to(scale_dtype)
-        zero_OG = None if scheme.symmetric else torch.randint_like(scale_OG, -3, 4).to(torch.int8)
-        steps_OGg = weight_OGg / scale_OG.float()[..., None] + (zero_OG[..., None] if zero_OG is not None else 0)
-        codes_OI = steps_OGg.round().clamp(scheme.qmin, scheme.qmax).to(torch.int8).flatten(1)
-        weight = QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG)
-        meant[f"{module}.weight"] = weight.dequantize()
-        tensors |= pack(module, weight)
-    config = checkpoint.config | {"quantization_config": quantization_config(stated, [HEAD])}
-    write_checkpoint(directory, tensors, config, source)
-    return meant
-
-
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_quantized_checkpoints_equal_their_dequantized_weights(
@@ -131,14 +105,7 @@ def test_quantized_checkpoints_equal_their_dequantized_weights(
     """Rows 9 and 21: biases once, scales of any dtype, one scheme for all or several side by side in one product."""
     source = tiny_model(tmp_path / "source", "qwen2")
     schemes = [Scheme(4, 32, False), Scheme(8, 16, True), Scheme(4, 64, True)][: 3 if mixed else 1]
-    meant = quantized_copy(source, tmp_path / "quantized", schemes, scale_dtype)
-    reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
-    reference.load_state_dict(meant)
-    ids_BS = prompts(1, 60)
-    with torch.no_grad():
-        expected = reference(ids_BS).logits
-    engine = Engine.load(tmp_path / "quantized", exact=True)
-    assert (engine.logits(engine.hidden_states(ids_BS)) - expected).abs().max() < BOUND
+    assert quantized_error(source, tmp_path, schemes, scale_dtype) < BOUND
 
 
 def test_weight_bytes_count_a_tied_head_once(tmp_path: Path) -> None:
@@ -148,3 +115,14 @@ def test_weight_bytes_count_a_tied_head_once(tmp_path: Path) -> None:
     # 256 × 64 twice; two blocks of q, o 64², k, v 64 × 32, three of 64 × 192, two norms; one norm
     blocks = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64)
     assert untied == 4 * (2 * 256 * 64 + blocks + 64)
+
+
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_a_cache_of_16_bits_loses_little(head_dim: int, tmp_path: Path) -> None:
+    """16 is for the compiled kernels, 20 for the reference."""
+    directory = tiny_model(tmp_path, head_dim=head_dim)
+    prompt = prompts(1, 40)[0].tolist()
+    params = SamplingParams(max_tokens=1, logprobs=0)
+    done = [Engine.load(directory, kv_dtype=form).generate([prompt], params)[0] for form in (None, "bfloat16")]
+    wide, narrow = ((completion.logprobs or [])[0].chosen for completion in done)
+    assert 0 < abs(wide - narrow) < 0.1

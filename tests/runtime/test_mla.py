@@ -11,11 +11,12 @@ import torch
 
 from compress.arch import read_spec
 from compress.errors import UserError
+from compress.quant.scheme import Scheme
 from compress.runtime.engine import Engine, SamplingParams
-from tests.runtime.agreement import BOUND, Pair, prompts, ragged
+from tests.runtime.agreement import BOUND, Pair, prompts, quantized_error, ragged
 from tests.tiny import tiny_model
 
-MLA = {
+MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
@@ -68,7 +69,8 @@ def test_the_cache_holds_a_latent_and_a_rotated_key_for_each_token(tmp_path: Pat
 
 @pytest.mark.parametrize("rank", [32, 7])
 def test_a_cache_of_16_bits_loses_little(rank: int, tmp_path: Path) -> None:
-    directory = tiny_model(tmp_path, "deepseek_v3", **(MLA | {"kv_lora_rank": rank}))
+    changes = MLA | {"kv_lora_rank": rank}
+    directory = tiny_model(tmp_path, "deepseek_v3", **changes)
     prompt = prompts(1, 40)[0].tolist()
     params = SamplingParams(max_tokens=1, logprobs=0)
     done = [Engine.load(directory, kv_dtype=form).generate([prompt], params)[0] for form in (None, "bfloat16")]
@@ -111,3 +113,9 @@ def test_absorbed_weights_are_counted_once(tmp_path: Path) -> None:
     engine = Engine.load(tiny_model(tmp_path, "deepseek_v3", **MLA))
     stored = sum(4 * torch.Size(shape).numel() for shape in engine.spec.tensors().values())
     assert engine.weight_bytes == stored
+
+
+def test_quantized_linears_equal_their_dequantized_weights(tmp_path: Path) -> None:
+    changes = MLA | {"q_lora_rank": 32}
+    source = tiny_model(tmp_path / "source", "deepseek_v3", **changes)
+    assert quantized_error(source, tmp_path, [Scheme(4, 16, False), Scheme(8, 16, True)], torch.float16) < BOUND

@@ -15,14 +15,15 @@ from compress.arch import block_prefix, read_spec
 from compress.checkpoint import Checkpoint, check_tensors, write_checkpoint
 from compress.errors import UserError
 from compress.kernels.linear import Linear
+from compress.quant.scheme import Scheme
 from compress.runtime.engine import Engine, SamplingParams
 from compress.runtime.models.decoder import Decoder
 from compress.runtime.models.moe import Mixture, route
-from tests.runtime.agreement import BOUND, Pair, prompts, ragged
+from tests.runtime.agreement import BOUND, Pair, prompts, quantized_error, ragged
 from tests.tiny import tiny_model
 
-MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
-QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+MIXTRAL: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
+QWEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", MIXTRAL),
     "mixtral-window": ("mixtral", MIXTRAL | {"sliding_window": 16}),
@@ -160,3 +161,8 @@ def test_nonsense_is_refused_by_name(change: dict[str, Any], message: str, tmp_p
     config = json.loads((tiny_model(tmp_path, "qwen3_moe", **QWEN) / "config.json").read_text())
     with pytest.raises(UserError, match=message):
         read_spec(config | change)
+
+
+def test_quantized_linears_equal_their_dequantized_weights(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path / "source", "mixtral", **MIXTRAL)
+    assert quantized_error(source, tmp_path, [Scheme(4, 16, False), Scheme(8, 16, True)], torch.float16) < BOUND
