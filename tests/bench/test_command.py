@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,25 @@ def test_a_request_beyond_the_servers_model_is_told_before_any_is_sent() -> None
     assert code == 2
     assert "together up to 65, but tiny at" in one_line(err)
     assert not behaviour.asked
+
+
+def test_the_bundled_server_and_the_engine_inside_it(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Every token that was asked for is counted by the server; its tokens a second are finite and real."""
+    pytest.importorskip("uvicorn")
+    command = [sys.executable, "-m", "compress.cli", "serve", str(models[0]), "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        record = tmp_path / "bench.json"
+        code, _, err = run_cli("bench", models[0], "--url", url, *SMALL, "--json", record)
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert code == 0, err
+    told = json.loads(record.read_text())
+    for level in told["levels"]:
+        one = level["figures"]["compressed"]
+        assert (one["failed"], one["short"]) == (0, 0)
+        assert {request["output_tokens"] for run in level["runs"]["compressed"] for request in run["requests"]} == {4}
+    assert told["settings"]["served"] is True
