@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -374,7 +375,7 @@ def test_the_rate_is_of_tokens_that_were_tried() -> None:
 
 @pytest.fixture(scope="module")
 def executors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Executor]:
-    def load(name: str, **changes: object) -> Executor:
+    def load(name: str, **changes: Any) -> Executor:
         path = tiny_model(tmp_path_factory.mktemp(name), **changes)
         return load_executor(path, torch.device("cpu"), torch.float32, 2048, 4)
 

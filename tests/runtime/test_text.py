@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -75,6 +76,11 @@ BYTE_IDS = {bytes(BYTES.token_bytes(i)): i for i in range(256)}
 LLAMA = sentencepiece()
 
 
+def ids_of(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[name] for name in names]
+
+
 def byte_ids(content: bytes) -> list[int]:
     return [BYTE_IDS[bytes([byte])] for byte in content]
 
@@ -141,14 +147,14 @@ def test_byte_level_equals_decoding_at_once(content: bytes, seed: int) -> None:
 def test_byte_tokens_of_sentencepiece_equal_decoding_at_once(text: str, seed: int) -> None:
     chance = random.Random(seed)
     ids = [3 + byte for byte in text.encode()]
-    words = [LLAMA.token_to_id(piece) for piece in (*WORDS, "<s>", "</s>")]
+    words = ids_of(LLAMA, [*WORDS, "<s>", "</s>"])
     ids = [chance.choice(words), *ids, chance.choice(words)]
     assert "".join(streamed(Pieces(LLAMA), ids)) == LLAMA.decode(ids, skip_special_tokens=True)
 
 
 def test_invalid_bytes_of_sentencepiece_spoil_nothing_else() -> None:
     """The tokenizer decodes a run of byte tokens to U+FFFD, all of it, where one byte is wrong; here the é stays."""
-    ids = [3 + byte for byte in "é".encode() + b"\xe4"] + [LLAMA.token_to_id("!")]
+    ids = [3 + byte for byte in "é".encode() + b"\xe4"] + ids_of(LLAMA, "!")
     assert LLAMA.decode(ids) == "���!"
     assert "".join(streamed(Pieces(LLAMA), ids)) == "é�!"
 
@@ -267,7 +273,7 @@ def test_offsets_are_where_the_text_of_a_token_begins() -> None:
 def test_tokens_for_a_reader() -> None:
     """Different tokens look different, also those that are parts of characters, or that the tokenizer lacks."""
     llama = Pieces(LLAMA)
-    assert [llama.token_text(LLAMA.token_to_id(piece)) for piece in ("▁Hello", "ld", "<s>", "中")] == [
+    assert [llama.token_text(token) for token in ids_of(LLAMA, ["▁Hello", "ld", "<s>", "中"])] == [
         " Hello",
         "ld",
         "<s>",
