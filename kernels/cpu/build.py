@@ -24,6 +24,8 @@ SOURCES = Path(__file__).parent
 # -ffast-math: a library linked with it sets flush-to-zero for the whole process.
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
+SEAL = hashlib.sha256().digest_size
+Compiler = tuple[str, ...]  # a program and its first arguments
 
 log = logging.getLogger(__name__)
 
@@ -42,54 +44,72 @@ class BuildError(Exception):
     """Why there are no compiled kernels, in a few words."""
 
 
-def find_compiler() -> str:
-    """$CC, or the first of cc, gcc and clang that exists."""
-    named = os.environ.get("CC")
-    for name in (named,) if named else COMPILERS:
+def find_compiler() -> Compiler:
+    """$CC, which may be a wrapper with arguments ("ccache gcc"), or the first of cc, gcc and clang that exists."""
+    named = os.environ.get("CC", "").split()
+    for name, *arguments in (named,) if named else [(name,) for name in COMPILERS]:
         path = shutil.which(name)
         if path:
-            return path
-    raise BuildError(f"no C compiler: {named or ', '.join(COMPILERS)} not found")
+            return path, *arguments
+    raise BuildError(f"no C compiler: {' '.join(named) or ', '.join(COMPILERS)} not found")
 
 
 def cache_directory() -> Path:
-    return Path(os.environ.get("COMPRESS_CACHE") or Path.home() / ".cache" / "compress") / "kernels"
+    named = os.environ.get("COMPRESS_CACHE")
+    try:
+        return Path(named or Path.home() / ".cache" / "compress") / "kernels"
+    except RuntimeError:  # no $HOME, and a user whom the system does not know
+        raise BuildError("no home directory, and no COMPRESS_CACHE") from None
 
 
-def built(compiler: str, directory: Path) -> Path:
-    """The library of these sources, flags, compiler and kind of machine, built if it is not there yet."""
+def built(compiler: Compiler, directory: Path) -> Path:
+    """The library of these sources, flags, compiler and kind of machine, built if it is not there yet and whole."""
     sources = sorted(SOURCES.glob("*.c"))
     digest = hashlib.sha256(repr((FLAGS, platform.machine(), _version(compiler))).encode())
     for path in sorted([*sources, *SOURCES.glob("*.h")]):
         digest.update(path.name.encode() + path.read_bytes())
     library_path = directory / f"cpu-{digest.hexdigest()[:16]}.so"
-    if not library_path.exists():
-        try:
+    try:
+        if not _is_whole(library_path):
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=directory) as work:
                 # renamed when it is whole: several processes may build at once
-                _compile(compiler, sources, Path(work)).replace(library_path)
-        except OSError as error:
-            raise BuildError(f"{directory}: {error.strerror or error}") from None
+                _sealed(_compile(compiler, sources, Path(work))).replace(library_path)
+    except OSError as error:
+        raise BuildError(f"{directory}: {error.strerror or error}") from None
     return library_path
 
 
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[
-        0
-    ]
+def _sealed(path: Path) -> Path:
+    """The file with the hash of its bytes behind them, where a loader does not look."""
+    with path.open("rb+") as file:
+        file.write(hashlib.sha256(file.read()).digest())
+    return path
 
 
-def _compile(compiler: str, sources: list[Path], work: Path) -> Path:
+def _is_whole(path: Path) -> bool:
+    """Whether a file is there and as it was sealed: to load one that was cut short would end the process."""
+    if not path.exists():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-SEAL]).digest() == content[-SEAL:]
+
+
+def _version(compiler: Compiler) -> str:
+    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    return " ".join(compiler[1:]) + done.stdout.partition("\n")[0]
+
+
+def _compile(compiler: Compiler, sources: list[Path], work: Path) -> Path:
     def compile_one(source: Path) -> Path:
         output = work / f"{source.stem}.o"
-        _run([compiler, *FLAGS, "-c", str(source), "-o", str(output)])
+        _run([*compiler, *FLAGS, "-c", str(source), "-o", str(output)])
         return output
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_one, sources))
     output = work / "cpu.so"
-    _run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(output), "-lm"])
+    _run([*compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(output), "-lm"])
     return output
 
 

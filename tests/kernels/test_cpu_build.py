@@ -36,6 +36,41 @@ def test_a_library_is_built_once_and_whole(tmp_path: Path) -> None:
     assert ctypes.CDLL(str(paths[0])).compress_supports(0) == 1
 
 
+@compiled
+@pytest.mark.parametrize("kept", [0, 5000, -1])
+def test_a_library_that_was_cut_short_is_built_again(kept: int, tmp_path: Path) -> None:
+    """As after a power failure or a full disk: to load it would end the process (SIGBUS)."""
+    path = built(find_compiler(), tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+    assert built(find_compiler(), tmp_path) == path
+    assert len(path.read_bytes()) == len(whole)
+    assert ctypes.CDLL(str(path)).compress_supports(0) == 1
+
+
+@compiled
+def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in CC="ccache gcc"; other arguments, another library."""
+    plain = find_compiler()
+    monkeypatch.setenv("CC", f"{plain[0]} -DNOTHING")
+    assert find_compiler() == (plain[0], "-DNOTHING")
+    with_arguments = built(find_compiler(), tmp_path)
+    assert with_arguments != built(plain, tmp_path)
+    assert ctypes.CDLL(str(with_arguments)).compress_supports(0) == 1
+
+
+def test_without_a_home_the_cache_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.delenv("COMPRESS_CACHE", raising=False)
+    with pytest.raises(BuildError, match="COMPRESS_CACHE"):
+        build.cache_directory()
+    monkeypatch.setenv("COMPRESS_CACHE", "/somewhere")
+    assert build.cache_directory() == Path("/somewhere/kernels")
+
+
 def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     build.library.cache_clear()
@@ -57,14 +92,14 @@ def test_a_compiler_that_fails_is_named(script: str, tmp_path: Path) -> None:
     broken.write_text(f"#!/bin/sh\n{script}\n")
     broken.chmod(0o755)
     with pytest.raises(BuildError, match="brokencc failed"):
-        built(str(broken), tmp_path / "cache")
+        built((str(broken),), tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="file"):
-        built("cc", tmp_path / "file" / "kernels")
+        built(("cc",), tmp_path / "file" / "kernels")
 
 
 @compiled
