@@ -37,14 +37,13 @@ int compress_attention(int isa, int threads, const AttentionProblem *p)
 #define SHARED 32768 /* numbers, from which on rows are shared out among threads */
 
 void compress_norm(int isa, int threads, const float *x, int64_t x_stride, const float *residual, int64_t residual_stride,
-                   float *total, const float *weight, int64_t weights, float *out, int64_t rows, int64_t count, float eps,
-                   int unit_offset)
+                   float *total, const float *weight, float *out, int64_t rows, int64_t count, float eps, int unit_offset)
 {
     const Kernels *kernels = kernels_of(isa);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * count >= SHARED)
     for (int64_t r = 0; r < rows; r++)
         kernels->rows.norm(x + r * x_stride, residual ? residual + r * residual_stride : 0, total ? total + r * count : 0,
-                           weight + r % weights * count, out + r * count, count, eps, unit_offset);
+                           weight, out + r * count, count, eps, unit_offset);
 }
 
 /* [T, H, count] by strides, a weight for each head: out is [T, H, count], contiguous. */

@@ -43,7 +43,7 @@ class CompiledRows:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As norm.add_rms_norm, for x and residual [T, C]."""
-        if not (_takes(x, weight) and _takes(residual, weight) and x.dim() == 2):
+        if not (_takes(x, weight) and _takes(residual, weight) and x.dim() == 2 and x.shape == residual.shape):
             return norm.add_rms_norm(x, residual, weight, eps, unit_offset)
         out, total = torch.empty(x.shape), torch.empty(x.shape)
         self._norm(x, residual, total, weight, out, eps, unit_offset)
@@ -63,7 +63,7 @@ class CompiledRows:
         residual_stride = 0 if residual_TC is None else residual_TC.stride(0)
         _call(
             "compress_norm", self.isa, pointer(x_TC), Size(x_TC.stride(0)), pointer(residual_TC), Size(residual_stride),
-            pointer(total_TC), pointer(weight_C), Size(1), pointer(out_TC), Size(rows), Size(count), Float(eps),
+            pointer(total_TC), pointer(weight_C), pointer(out_TC), Size(rows), Size(count), Float(eps),
             int(unit_offset),
         )  # fmt: skip
 
@@ -72,10 +72,11 @@ class CompiledRows:
     ) -> torch.Tensor:
         """As rotary.rotate."""
         plain = all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in (x_THD, cos_TF, sin_TF))
-        if not (plain and cos_TF.is_contiguous() and sin_TF.is_contiguous()):
+        tokens, heads, dim = x_THD.shape
+        whole = cos_TF.is_contiguous() and sin_TF.is_contiguous() and cos_TF.shape == sin_TF.shape
+        if not (plain and whole and cos_TF.shape[0] == tokens and 2 * cos_TF.shape[1] <= dim):
             return rotary.rotate(x_THD, cos_TF, sin_TF, interleaved)
         out_THD = torch.empty(x_THD.shape)
-        tokens, heads, dim = x_THD.shape
         _call(
             "compress_rotate", None, pointer(x_THD), Size(x_THD.stride(0)), Size(x_THD.stride(1)), pointer(cos_TF),
             pointer(sin_TF), pointer(out_THD), Size(tokens), Size(heads), Size(dim), Size(cos_TF.shape[1]),
@@ -102,7 +103,12 @@ class CompiledRows:
         """As kv.store."""
         pages = cache.layer(layer)
         tensors = (k_TKD, v_TKD, pages.keys_PSKD, pages.values_PSKD)
-        if not all(tensor.dtype == torch.float32 and tensor.stride(-1) == 1 for tensor in tensors):
+        plain = all(tensor.dtype == torch.float32 and tensor.stride(-1) == 1 for tensor in tensors)
+        fits = all(
+            x.shape[0] == len(slots_T) and x.shape[1:] == pages_PSKD.shape[2:]
+            for x, pages_PSKD in ((k_TKD, pages.keys_PSKD), (v_TKD, pages.values_PSKD))
+        )
+        if not (plain and fits and slots_T.dtype == torch.int64 and slots_T.is_contiguous()):
             kv.store(k_TKD, v_TKD, cache, layer, slots_T)
             return
         kernels = library()
@@ -117,7 +123,7 @@ class CompiledRows:
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     plain = x.dtype == weight.dtype == torch.float32 and x.stride(-1) == 1 and weight.is_contiguous()
-    return plain and x.shape[-1] % LANES == 0 and x.dim() == weight.dim() + 1
+    return plain and x.shape[-1] % LANES == 0 and x.dim() in (2, 3) and x.shape[1:] == weight.shape
 
 
 def _call(name: str, isa: Isa | None, *arguments: Pointer | Size | Float | int) -> None:

@@ -10,8 +10,8 @@ int compress_linear(int isa, int exact, int threads, const float *x, int64_t x_s
                     int64_t k, int64_t block, int64_t group, const Part *parts, int count);
 int compress_attention(int isa, int threads, const AttentionProblem *p);
 void compress_norm(int isa, int threads, const float *x, int64_t x_stride, const float *residual,
-                   int64_t residual_stride, float *total, const float *weight, int64_t weights, float *out, int64_t rows,
-                   int64_t count, float eps, int unit_offset);
+                   int64_t residual_stride, float *total, const float *weight, float *out, int64_t rows, int64_t count,
+                   float eps, int unit_offset);
 void compress_gate(int isa, int threads, const float *x, int64_t x_stride, float *out, int64_t rows, int64_t count,
                    int gelu);
 
@@ -61,7 +61,7 @@ static void run(int isa)
     print_hash(gated, sizeof gated / 2);
     compress_gate(isa, 1, x, K, gated, M, K / 2, 1);
     print_hash(gated, sizeof gated / 2);
-    compress_norm(isa, 1, x, K, x, K, total, weight, 1, gated, M, K, 1e-5f, 1);
+    compress_norm(isa, 1, x, K, x, K, total, weight, gated, M, K, 1e-5f, 1);
     print_hash(gated, sizeof gated);
     for (int i = 0; i < 8 * 16 * 2 * 32; i++)
         cache[i] = number();

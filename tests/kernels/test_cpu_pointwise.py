@@ -105,3 +105,24 @@ def test_what_the_kernels_do_not_take_goes_to_the_reference(rows: CompiledRows) 
     half = torch.randn(3, 32).bfloat16()
     assert torch.equal(rows.gated(half, "silu"), activation.gated(half, "silu"))
     assert rows.gated(torch.randn(0, 64), "silu").shape == (0, 32)
+
+
+def test_shapes_that_broadcast_go_to_the_reference(rows: CompiledRows) -> None:
+    """The kernels would read past the end of what is broadcast."""
+    torch.manual_seed(0)
+    x_TC, one_1, row_C = torch.randn(4, 32), torch.randn(1), torch.randn(32)
+    x_THD, angle_1F = x_TC.view(4, 2, 16), torch.randn(1, 8)
+    assert torch.equal(rows.rms_norm(x_TC, one_1, 1e-5), norm.rms_norm(x_TC, one_1, 1e-5))
+    assert torch.equal(rows.rms_norm(x_THD, row_C[None, :16], 1e-5), norm.rms_norm(x_THD, row_C[None, :16], 1e-5))
+    ours, expected = (f(x_TC, row_C[None], row_C, 1e-5)[1] for f in (rows.add_rms_norm, norm.add_rms_norm))
+    assert torch.equal(ours, expected)
+    assert torch.equal(rows.rotate(x_THD, angle_1F, angle_1F), rotary.rotate(x_THD, angle_1F, angle_1F))
+    with pytest.raises(RuntimeError):
+        rows.rms_norm(x_TC, row_C[:16], 1e-5)
+    with pytest.raises(RuntimeError):
+        rows.rotate(x_THD, torch.randn(4, 16), torch.randn(4, 16))
+    cache = KVCache((torch.zeros(2, 4, 2, 16),), (torch.zeros(2, 4, 2, 16),))
+    with pytest.raises((IndexError, RuntimeError)):
+        rows.store(x_THD, x_THD, cache, 0, torch.tensor([0, 1, 2]))
+    with pytest.raises((IndexError, RuntimeError)):
+        rows.store(x_THD[..., :8], x_THD, cache, 0, torch.arange(4))
