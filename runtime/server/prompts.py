@@ -7,6 +7,7 @@ encode twice at once.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -98,6 +99,10 @@ def render_chat(tokenizer: Any, chat: ChatPrompt) -> str:
     from jinja2 import TemplateError
 
     messages = [message.plain for message in chat.messages]
+    variables = chat.chat_template_kwargs or {}
+    taken = variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    if taken:
+        raise UserError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set here")
     start_answer = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
     try:
         return tokenizer.apply_chat_template(
@@ -106,7 +111,7 @@ def render_chat(tokenizer: Any, chat: ChatPrompt) -> str:
             tokenize=False,
             add_generation_prompt=start_answer,
             continue_final_message=bool(chat.continue_final_message),
-            **(chat.chat_template_kwargs or {}),
+            **variables,
         )
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
         # a template is a program: what it trips over is in the chat

@@ -91,7 +91,7 @@ def _params(
         "skip_special_tokens": body.skip_special_tokens,
         "cache_salt": body.cache_salt,
     }
-    stated = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
+    stated: dict[str, Any] = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
         max_tokens=max_tokens,
         # without a seed, answers differ from one time to the next

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -25,7 +26,7 @@ def successor_model(directory: Path, chain: bytes, eos: int | list[int] = 255, t
     ids = [byte_id(directory, byte) for byte in chain] + [then]
     config = LlamaConfig(**(BASE | {"hidden_size": VOCABULARY, "eos_token_id": eos, "num_hidden_layers": 1}))
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         block = model.model.layers[0]
         model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY))

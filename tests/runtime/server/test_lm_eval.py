@@ -53,11 +53,11 @@ def write_task(directory: Path) -> None:
 
 def evaluate(directory: Path, model: str, arguments: dict[str, Any], batch: int) -> tuple[list[Any], dict[str, Any]]:
     """For each item its choices' (log-likelihood, greedy); and the task's metrics."""
-    from lm_eval import simple_evaluate
+    from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     tasks = TaskManager(include_path=str(directory), include_defaults=False)
-    told = simple_evaluate(
+    told: Any = simple_evaluate(
         model, arguments, tasks=["letters"], task_manager=tasks, batch_size=batch, bootstrap_iters=0, device="cpu"
     )
     assert told is not None

@@ -65,6 +65,17 @@ def test_speculation_is_invisible_but_for_its_counters(tiny: Path) -> None:
         assert server.metric("compress:spec_decode_num_draft_tokens_total") > 0
 
 
+def test_a_draft_model_changes_no_answer(tiny: Path) -> None:
+    asked: dict[str, Any] = {"prompt": "once upon", "max_tokens": 30, "temperature": 0}
+    with live(tiny) as plain, live(tiny, draft=tiny, speculate=3) as server:
+        assert server.complete(**asked)["choices"] == plain.complete(**asked)["choices"]
+        drafted = server.metric("compress:spec_decode_num_draft_tokens_total")
+        assert server.metric("compress:spec_decode_num_accepted_tokens_total") == drafted > 0, "its own draft"
+    plainly = run_cli("generate", tiny, "--prompt", "once upon", "--max-tokens", 9)
+    assert run_cli("generate", tiny, "--prompt", "once upon", "--max-tokens", 9, "--draft", tiny) == plainly
+    assert plainly[0] == 0
+
+
 class Broken:
     """An engine whose steps and aborts fail when told to."""
 

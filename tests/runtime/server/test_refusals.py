@@ -61,6 +61,12 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHATS, {"messages": [{"role": "user", "contents": "x"}]}, "did you mean 'content'?", "messages"),
     (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "messages"),
     (CHATS, {"messages": USER, "tools": [{"type": "function"}]}, "knows no tools", "tools"),
+    (
+        CHATS,
+        {"messages": USER, "chat_template_kwargs": {"chat_template": "x"}},
+        "cannot be set",
+        "chat_template_kwargs",
+    ),
     (CHATS, {"messages": USER, "top_logprobs": 3}, "needs logprobs: true", "top_logprobs"),
     (CHATS, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "between 0 and 20", "top_logprobs"),
     (CHATS, {"messages": USER, "max_completion_tokens": 600}, "max_completion_tokens 600", "max_completion_tokens"),
