@@ -151,9 +151,17 @@ class HttpArm:
         return json.dumps(body).encode()
 
     def close(self) -> None:
-        self._connections.close()
-        self._loop.run_until_complete(asyncio.sleep(0))  # asyncio closes sockets in its next turn
+        """Drop what is under way (after Ctrl-C there is), and end all connections."""
+        self._loop.run_until_complete(self._drop())
         self._loop.close()
+
+    async def _drop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._connections.close()
+        await asyncio.sleep(0)  # asyncio closes sockets in its next turn
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[dict[str, Any], float]]:

@@ -63,7 +63,9 @@ def check(options: Options) -> None:
         )
     levels(options)
     limits(options.goodput)
-    span(options.output_tokens, "--output-tokens")
+    output = span(options.output_tokens, "--output-tokens")
+    if options.plot is not None and output.low < 2:
+        raise UserError(f"--plot: draws TPOT, which needs --output-tokens of at least 2, not {output}")
     if options.plot is not None and options.plot.suffix not in PICTURES:
         raise UserError(f"--plot {options.plot}: must end in {', '.join(PICTURES)}")
     for name, file in (("--json", options.json), ("--plot", options.plot)):

@@ -14,7 +14,7 @@ from compress.bench.timing import Figures, Spread
 from compress.bench.workload import Clients, Level
 from compress.evaluate.compare import Interval
 
-HEADLINES = {"output_tokens_per_s": "output", "tpot": "TPOT"}
+HEADLINES = {"output_tokens_per_s": "output", "tpot": "TPOT", "ttft": "TTFT"}
 SEVERAL_TOKENS = 1.02  # tokens per piece above which ITL is not TPOT
 
 
@@ -93,8 +93,10 @@ def _cautions(level: Level, role: str, one: Figures) -> Iterator[str]:
 
 
 def headline(results: Sequence[LevelResult]) -> str:
-    """Which ratio tells most. An open loop has the rate of its arrivals, whatever serves it: there TPOT does."""
-    return "output_tokens_per_s" if isinstance(results[0].level, Clients) else "tpot"
+    """Which ratio tells most. An open loop has the rate of its arrivals, whatever serves it: there a latency does."""
+    if isinstance(results[0].level, Clients):
+        return "output_tokens_per_s"
+    return "tpot" if any("tpot" in result.ratios for result in results) else "ttft"
 
 
 def summary(results: Sequence[LevelResult]) -> list[str]:
@@ -105,10 +107,9 @@ def summary(results: Sequence[LevelResult]) -> list[str]:
         return []
     last = compared[-1]
     head, tpot = last.ratios[name], last.ratios.get("tpot")
-    if name == "tpot":
-        return [
-            f"compressed  TPOT {head.value:.2f} times as fast as the baseline's at {last.level} ({_certainty(head)})"
-        ]
+    if name != "output_tokens_per_s":
+        fast = f"{HEADLINES[name]} {head.value:.2f} times as fast as the baseline's"
+        return [f"compressed  {fast} at {last.level} ({_certainty(head)})"]
     line = f"compressed  {head.value:.2f} times the baseline's output tok/s at {last.level} ({_certainty(head)})"
     return [line + (f"; TPOT {tpot.value:.2f} times as fast" if tpot else "")]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,19 @@ def test_the_bundled_server_and_the_engine_inside_it(models: tuple[Path, Path], 
         assert (one["failed"], one["short"]) == (0, 0)
         assert {request["output_tokens"] for run in level["runs"]["compressed"] for request in run["requests"]} == {4}
     assert told["settings"]["served"] is True
+
+
+def test_ctrl_c_is_one_line() -> None:
+    behaviour = Behaviour(first=30, models=[{"id": "long"}])
+    with serving(behaviour) as url:
+        command = [sys.executable, "-m", "compress.cli", "bench", "--url", url, "--concurrency", "2"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while len(behaviour.asked) < 2:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert one_line(err) == "interrupted"

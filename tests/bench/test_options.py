@@ -63,6 +63,10 @@ def test_defaults_keep_every_client_busy() -> None:
         ({"shared_prefix": 128}, "--shared-prefix 128: must be below --prompt-tokens 128"),
         ({"goodput": "tftt=3"}, "unknown limit 'tftt'; known: ttft, tpot, e2e; did you mean 'ttft'?"),
         ({"goodput": "ttft"}, "--goodput ttft: ttft must be milliseconds above 0, as ttft=500"),
+        (
+            {"plot": Path("x.png"), "output_tokens": "1-3"},
+            "--plot: draws TPOT, which needs --output-tokens of at least 2",
+        ),
         ({"plot": Path("x.txt")}, "--plot x.txt: must end in .png, .svg, .pdf"),
         ({"json": Path("nowhere/x.json")}, "--json nowhere/x.json: no such directory"),
     ],

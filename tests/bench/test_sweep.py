@@ -129,6 +129,17 @@ def test_notes_tell_what_changes_the_meaning_of_a_figure() -> None:
     assert "finished for 'stop'" in told
 
 
+def test_single_tokens_have_no_tpot_and_are_compared_by_ttft() -> None:
+    clock = Clock()
+    arms = {role: OfflineArm(role, engine, clock, clock.spend) for role, engine in pair(clock, 2.0).items()}
+    single = Workload(Span(8, 8), Span(1, 1), vocab=1000)
+    results = sweep(arms, single, [Arrivals(0.01)], lambda level: 3, lambda level: 0, 3)
+    assert results[0].figures["compressed"].tpot is None
+    assert set(results[0].ratios) == {"output_tokens_per_s", "ttft"}
+    assert summary(results)[0].startswith("compressed  TTFT 2.00 times as fast as the baseline's at 0.01 req/s (95 % ")
+    assert next(notes(results)) == "warm-up     none: the first requests are measured too"
+
+
 def test_a_run_without_answers_gives_no_ratio() -> None:
     clock = Clock()
     engines = {"baseline": SimulatedEngine(clock), "compressed": SimulatedEngine(clock, ends_early=3)}
