@@ -107,7 +107,7 @@ def test_quantized_linears_equal_their_dequantized_weights(tmp_path: Path) -> No
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_embeddings_are_scaled_in_the_dtype_of_the_computation(family: str, tmp_path: Path) -> None:
     """√96 is 9.797959 in float32 and 9.8125 in bfloat16, which transformers multiplies by."""
-    changes = GEMMA | {"hidden_size": 96}
+    changes: dict[str, Any] = GEMMA | {"hidden_size": 96}
     directory = tiny_model(tmp_path, family, **changes)
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(Checkpoint.open(directory), read_spec(read_config(directory)), torch.device("cpu"), dtype)

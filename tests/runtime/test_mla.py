@@ -11,8 +11,10 @@ import torch
 
 from compress.arch import read_spec
 from compress.errors import UserError
+from compress.kernels.dispatch import prepare_linear
 from compress.quant.scheme import Scheme
 from compress.runtime.engine import Engine, SamplingParams
+from compress.runtime.models.mla import HeadsOnCPU, HeadsOnGPU
 from tests.runtime.agreement import BOUND, Pair, prompts, quantized_error, ragged
 from tests.tiny import tiny_model
 
@@ -69,7 +71,7 @@ def test_the_cache_holds_a_latent_and_a_rotated_key_for_each_token(tmp_path: Pat
 
 @pytest.mark.parametrize("rank", [32, 7])
 def test_a_cache_of_16_bits_loses_little(rank: int, tmp_path: Path) -> None:
-    changes = MLA | {"kv_lora_rank": rank}
+    changes: dict[str, Any] = MLA | {"kv_lora_rank": rank}
     directory = tiny_model(tmp_path, "deepseek_v3", **changes)
     prompt = prompts(1, 40)[0].tolist()
     params = SamplingParams(max_tokens=1, logprobs=0)
@@ -108,6 +110,18 @@ def test_what_is_not_implemented_is_refused_by_name(change: dict[str, Any], mess
         read_spec(config | change)
 
 
+def test_heads_in_one_product_and_one_by_one() -> None:
+    """What a GPU multiplies at once, a CPU multiplies head by head."""
+    generator = torch.Generator().manual_seed(0)
+    weight_HOI, x_THI = torch.randn(4, 20, 32, generator=generator), torch.randn(5, 4, 32, generator=generator)
+    linears = tuple(prepare_linear([w_OI], [None], torch.device("cpu"), torch.float32) for w_OI in weight_HOI)
+    one_by_one, together = HeadsOnCPU(linears), HeadsOnGPU(weight_HOI.mT.contiguous())
+    assert one_by_one.nbytes == together.nbytes
+    expected_THO = torch.einsum("thi,hoi->tho", x_THI.double(), weight_HOI.double())
+    for heads in (one_by_one, together):
+        assert (heads(x_THI) - expected_THO).abs().max() < 1e-5
+
+
 def test_absorbed_weights_are_counted_once(tmp_path: Path) -> None:
     """All weights as stored: kv_b_proj is held as its two halves."""
     engine = Engine.load(tiny_model(tmp_path, "deepseek_v3", **MLA))
@@ -116,6 +130,6 @@ def test_absorbed_weights_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_quantized_linears_equal_their_dequantized_weights(tmp_path: Path) -> None:
-    changes = MLA | {"q_lora_rank": 32}
+    changes: dict[str, Any] = MLA | {"q_lora_rank": 32}
     source = tiny_model(tmp_path / "source", "deepseek_v3", **changes)
     assert quantized_error(source, tmp_path, [Scheme(4, 16, False), Scheme(8, 16, True)], torch.float16) < BOUND
