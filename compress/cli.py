@@ -16,6 +16,9 @@ from compress import __version__
 from compress.errors import RunError, UserError, nearest
 
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu or cuda.")
+EXACT = click.option(
+    "--exact", is_flag=True, help="On a CPU, no 8-bit activations: slower, and what the checkpoint means."
+)
 DRAFT = click.option(
     "--draft", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="A small model that guesses ahead."
 )
@@ -159,6 +162,7 @@ def evaluate(
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--chat", is_flag=True, help="Put each prompt through the model's chat template, as a user's message.")
 @DRAFT
+@EXACT
 @DEVICE
 def generate(
     checkpoint: Path,
@@ -169,6 +173,7 @@ def generate(
     seed: int,
     chat: bool,
     draft: Path | None,
+    exact: bool,
     device: str,
 ) -> None:
     """Continue one or more prompts with CHECKPOINT, in the bundled runtime."""
@@ -176,7 +181,7 @@ def generate(
     from compress.encoding import encode_prompt, load_tokenizer
     from compress.runtime.engine import Engine, SamplingParams
 
-    engine = Engine.load(checkpoint, device=device, draft=draft)
+    engine = Engine.load(checkpoint, device=device, draft=draft, exact=exact)
     tokenizer = load_tokenizer(checkpoint)
     asked = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
     ids = [encode_prompt(tokenizer, prompt, add_generation_prompt=chat) for prompt in asked]
@@ -261,7 +266,7 @@ def bench(**options: Any) -> None:
 @DRAFT
 @SPECULATE
 @DRAFT_TOKENS
-@click.option("--exact", is_flag=True, help="On a CPU, no 8-bit activations: slower, and what the checkpoint means.")
+@EXACT
 @DEVICE
 def serve(
     checkpoint: Path,
