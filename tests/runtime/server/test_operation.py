@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -17,6 +18,9 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from compress.runtime.request import Request
+from compress.runtime.server.job import Job, Track
+from compress.runtime.text import TextStream
 from tests.product import run_cli
 from tests.runtime.server.live import WAIT, Live, live, until
 from tests.tiny import tiny_model
@@ -220,3 +224,26 @@ def test_an_idle_server_rests(tiny: Path) -> None:
         time.sleep(0.5)
         assert server.engine.stats.steps == before
         assert time.process_time() - start < 0.1
+
+
+def test_nothing_of_a_finished_request_is_kept(tiny: Path) -> None:
+    """Memory stays flat: whole answers, streams, refusals, several choices, and clients that went."""
+    kept = (Request, Job, Track, TextStream)
+
+    def alive() -> dict[str, int]:
+        gc.collect()
+        return {kind.__name__: sum(type(thing) is kind for thing in gc.get_objects()) for kind in kept}
+
+    with live(tiny) as server:
+        server.complete("warm", max_tokens=2)
+        before = alive()
+        for number in range(10):
+            server.complete("whole", max_tokens=3, n=2, logprobs=1, echo=True)
+            server.stream("/v1/completions", prompt="streamed", max_tokens=3, seed=number)
+            server.post("/v1/completions", prompt=[[1], [999]])
+            connection = server.begin("/v1/completions", prompt="gone", max_tokens=400, ignore_eos=True)
+            until(lambda: server.engine.stats.running > 0)
+            connection.close()
+            until(lambda: server.service.loop.open == 0)
+        server.complete("cold", max_tokens=2)
+        until(lambda: alive() == before, 10.0)
