@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def one_line(err: str) -> str:
     """The last line of stderr; before it stand progress lines at most."""
     assert "Traceback" not in err
-    *before, last = err.strip().splitlines()
+    *before, last = [line for line in err.splitlines() if line.strip()]
     assert all(line.startswith("bench ") for line in before)
     return last
 
