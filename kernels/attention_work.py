@@ -55,6 +55,9 @@ class PageTables:
 
 
 def flatten_tables(queries: PagedQueries, device: torch.device) -> PageTables:
+    """ValueError for pages whose size is no power of two: the kernels find a key's page by a shift."""
+    if queries.page_size & (queries.page_size - 1):
+        raise ValueError(f"pages of {queries.page_size} slots: the GPU kernels take powers of two")
     padding = [0] * (2 * MAX_TILE_KEYS // queries.page_size + 1)  # page 0 exists; its slots are masked
     widths = np.array([len(table) + len(padding) for table in queries.tables], dtype=np.int64)
     flat = list(chain.from_iterable(chain(table, padding) for table in queries.tables))

@@ -8,12 +8,13 @@ everything else  CPU: compiled kernels, or torch where they could not be built; 
 `COMPRESS_KERNELS`, or `force` in a program, picks one path for everything instead:
 reference        torch alone
 compiled         the compiled kernels; compiled:portable, compiled:avx2, ... for one instruction set
-triton           the Triton kernels: on a CPU they need TRITON_INTERPRET=1
+triton           the Triton kernels: on a CPU they need TRITON_INTERPRET=1, which is refused otherwise
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from compress.kernels.cpu.attention import CompiledAttention
 from compress.kernels.cpu.isa import ISAS, Isa, supported
 from compress.kernels.cpu.latent import CompiledLatentAttention
 from compress.kernels.cpu.pointwise import CompiledRows
+from compress.kernels.launch import interpreting
 from compress.kernels.linear import DenseLinear, DenseLinearCPU, Linear, SideBySide
 from compress.kernels.matmul import QuantizedWeight, dequantized
 from compress.kernels.operations import Operations
@@ -76,20 +78,31 @@ class Path:
 
 
 def path_of(device: torch.device) -> Path:
-    """The path for a device. Raises ValueError for one that was forced and that this machine cannot run."""
+    """The path for a device. Raises ValueError for one that this machine cannot run: forced, or Triton's without it."""
     wanted = forced_path()
     kind, _, isa = wanted.partition(":")
     if kind == "auto":
         if device.type != "cpu":
-            return Path("triton")
+            return _triton_path(wanted, device, strict=False)
         isas = supported()
         return Path("compiled", isas[-1]) if isas else Path("reference")
-    if kind != "compiled":
+    if kind == "triton":
+        return _triton_path(wanted, device, strict=True)
+    if kind == "reference":
         return Path(kind, strict=True)
     isas = supported()
     if not isas or (isa and isa not in isas):
         raise ValueError(f"{wanted}: this machine runs {', '.join(isas) or 'no compiled kernels'}")
-    return Path("compiled", next((known for known in isas if known == isa), isas[-1]), strict=True)
+    named: list[Isa] = [known for known in isas if known == isa]
+    return Path("compiled", (named or isas)[-1], strict=True)
+
+
+def _triton_path(wanted: str, device: torch.device, strict: bool) -> Path:
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(f"{wanted}: {device.type} needs triton, which is not installed: pip install 'triton>=3.6'")
+    if device.type == "cpu" and not interpreting():
+        raise ValueError(f"{wanted}: on a CPU, Triton's kernels run in its interpreter alone: set TRITON_INTERPRET=1")
+    return Path("triton", strict=strict)
 
 
 def prepare_linear(

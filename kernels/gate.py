@@ -28,12 +28,10 @@ from compress.kernels.gate_case import Case
 from compress.kernels.gate_processes import Failure, run_isolated
 from compress.kernels.gate_report import Row, plain_table, refusals, report
 from compress.kernels.gate_rules import measure, objections
-from compress.kernels.launch import TARGETS, Target
+from compress.kernels.launch import TARGETS, Target, interpreting
 
 FEW = tuple(target for target in TARGETS if str(target) in ("sm_80", "sm_90", "gfx942"))
 # Modules of compress.kernels.gate_cases in the order of the report, and the targets of each in a run of all targets.
-# What neither multiplies matrices nor copies asynchronously differs little between the others: it takes the time only
-# where one asks for a target.
 MODULES: Mapping[str, Sequence[Target]] = {
     "matmul": TARGETS,
     "attention": TARGETS,
@@ -157,10 +155,12 @@ def main(
     parser.add_argument("--record", action="store_true", help="record the instructions per element as the budget")
     parser.add_argument("--out", type=Path, help="the report's file; of a full run, docs/kernels-gate.md")
     options = parser.parse_args(arguments)
-    if os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y"):
+    if interpreting():
         return fail("TRITON_INTERPRET is set: a process that interprets kernels cannot compile them")
     if importlib.util.find_spec("triton") is None:
         return fail("the gate compiles with Triton, which is not installed: pip install 'triton>=3.6'")
+    if options.out is not None and not options.out.parent.is_dir():
+        return fail(f"--out: there is no folder {options.out.parent}")
     jobs = choose(collect(modules), modules, options)
     if isinstance(jobs, str):
         return fail(jobs)

@@ -6,6 +6,7 @@ tensors as well as on real ones: the gate compiles what the launcher would launc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,6 +62,11 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
 
+    @property
+    def device(self) -> torch.device:
+        """That of its tensors."""
+        return next(value.device for value in self.arguments.values() if isinstance(value, torch.Tensor))
+
     def run(self) -> None:
         if 0 in self.grid:
             return  # nothing to do: a GPU refuses an empty grid
@@ -71,9 +77,19 @@ class Launch:
 
 
 def run(launches: Sequence[Launch]) -> None:
-    """Launch in order on the current stream."""
+    """Launch in order, each on the current stream of its tensors' device: Triton takes the current device otherwise."""
     for launch in launches:
-        launch.run()
+        device = launch.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                launch.run()
+        else:
+            launch.run()
+
+
+def interpreting() -> bool:
+    """Whether the environment asks Triton to interpret kernels, in Triton's words."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def target_of(device: torch.device) -> Target:

@@ -75,12 +75,9 @@ class CompiledAttention:
         """[T, H, D], as PagedAttention; what the kernel does not take goes there."""
         heads, dim = q_THD.shape[1:]
         plain = q_THD.dtype == torch.float32 and q_THD.stride(2) == 1
-        if (
-            not plain
-            or dim > MAX_DIM
-            or dim % LANES
-            or not (_readable(pages.keys_PSKD) and _readable(pages.values_PSKD))
-        ):
+        alike = pages.keys_PSKD.shape[2:] == pages.values_PSKD.shape[2:] and pages.keys_PSKD.shape[3] == dim
+        readable = _readable(pages.keys_PSKD) and _readable(pages.values_PSKD)
+        if not (plain and alike and readable) or dim > MAX_DIM or dim % LANES:
             return self._reference(q_THD, pages, options)
         out_THD = torch.empty(q_THD.shape)
         sinks_H = None if options.sinks_H is None else options.sinks_H.float().contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,3 +107,8 @@ def test_plans_without_a_device() -> None:
     work = plan_work(queries, tables, None, 4, 32, True)
     assert (work.items_X8.device, work.items_X8.shape, work.partial_rows) == (META, (4, 8), 4)
     assert plan_work(queries, tables, None, 4, 32, False).items_X8.shape == (0, 8)
+
+
+def test_pages_of_no_power_of_two_are_refused() -> None:
+    with pytest.raises(ValueError, match="pages of 24 slots"):
+        flatten_tables(make_queries([(1, 30)], 24), CPU)

@@ -182,6 +182,16 @@ def test_what_the_kernel_does_not_take_goes_to_the_reference() -> None:
         assert (ours.float() - expected(case, pages, AttentionOptions())).abs().max() < bound
 
 
+def test_values_of_another_width_than_keys_are_refused() -> None:
+    """As by the reference: the kernel would read past the end of the narrower."""
+    case = make([2], [30])
+    keys, values = case.pages.keys_PSKD.nan_to_num(), case.pages.values_PSKD.nan_to_num()
+    with pytest.raises(RuntimeError):
+        CompiledAttention(case.queries, ISAS[-1])(
+            case.q_THD, Pages(keys, values[..., :16].contiguous()), AttentionOptions()
+        )
+
+
 def test_instruction_sets_are_known_in_order() -> None:
     assert [isa for isa in KNOWN if isa in ISAS] == ISAS
     assert ISAS[0] == "portable"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def test_norms(rows: CompiledRows, unit_offset: bool) -> None:
     torch.manual_seed(0)
     x_TC, residual_TC, weight_C = torch.randn(5, 576), torch.randn(5, 576), torch.randn(576)
     x_TC[0, 3], x_TC[1] = 1e4, -0.0
-    close = {"rtol": 2e-6, "atol": 2e-6}
+    close: dict[str, Any] = {"rtol": 2e-6, "atol": 2e-6}
     expected = norm.rms_norm(x_TC.double(), weight_C.double(), 1e-5, unit_offset).float()
     torch.testing.assert_close(rows.rms_norm(x_TC, weight_C, 1e-5, unit_offset), expected, **close)
     ours, total = rows.add_rms_norm(x_TC, residual_TC, weight_C, 1e-5, unit_offset)

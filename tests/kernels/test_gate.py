@@ -195,9 +195,10 @@ def test_few_targets(cases: dict[str, tuple[Target, ...]], tmp_path: Path, capsy
     [
         (["--target", "sm90"], "unknown target 'sm90'; nearest: 'sm_90'"),
         (["--only", "gem"], "unknown case 'gem'; nearest: 'gemm'"),
+        (["--out", "no/such/report.md"], "--out: there is no folder no/such"),
     ],
 )
-def test_a_wrong_name_is_one_line_with_the_nearest(
+def test_a_wrong_argument_is_one_line(
     cases: dict[str, tuple[Target, ...]], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert gate.main(arguments, cases) == 2

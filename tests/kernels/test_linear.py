@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -101,6 +102,16 @@ def test_a_path_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(prepare_linear([weight], [None], CPU, torch.float32), DenseLinearCPU)
     with force("auto"):  # a program's word goes before the environment's
         assert isinstance(prepare_linear([weight], [None], CPU, torch.float32), DenseLinearCPU) != bool(supported())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with force("triton"), pytest.raises(ValueError, match=r"triton: on a CPU.*TRITON_INTERPRET=1|not installed"):
+        prepare_linear([weight], [None], CPU, torch.float32)
     monkeypatch.setenv("COMPRESS_KERNELS", "compild")
     with pytest.raises(ValueError, match=r"COMPRESS_KERNELS: unknown path 'compild'; known: auto, .*\(compiled\?\)"):
         prepare_linear([weight], [None], CPU, torch.float32)
+
+
+@pytest.mark.parametrize(("path", "device"), [("triton", "cpu"), ("auto", "cuda")])
+def test_without_triton_its_path_is_refused(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with force(path), pytest.raises(ValueError, match=f"{path}: {device} needs triton, which is not installed"):
+        dispatch.path_of(torch.device(device))
