@@ -8,6 +8,7 @@ token.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from compress.errors import UserError
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.server.errors import ApiError, refusal
 from compress.runtime.server.job import Ask, Job, News, Track
+
+log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -142,14 +145,6 @@ class EngineLoop:
             self._stopping = True
 
     def _run(self) -> None:
-        try:
-            self._serve()
-        except BaseException as failed:
-            self.dead = f"{type(failed).__name__}: {failed}"
-            self._fail(ApiError(503, f"the engine has failed: {self.dead}"))
-            raise
-
-    def _serve(self) -> None:
         while True:
             with self._wake:
                 while not (self._commands or self._tracks or self._stopping):
@@ -162,7 +157,12 @@ class EngineLoop:
                 self._fail(ApiError(503, "the server is shutting down"))
                 return
             if self._tracks:
-                self._step()
+                try:
+                    self._step()
+                except Exception as failed:
+                    # Which request is to blame is not known, and the batch is half done: all end, the engine goes on.
+                    log.exception("a step of the engine failed; its requests end")
+                    self._fail(ApiError(500, f"the engine failed: {type(failed).__name__}: {failed}"))
 
     def _admit(self, job: Job) -> None:
         error = self._start(job)
@@ -222,16 +222,12 @@ class EngineLoop:
 
     def _step(self) -> None:
         started = monotonic()
-        try:
-            gained = self.engine.step()
-        except Exception as failed:
-            # Which request is to blame is not known, and the batch is half done: all of them end, the engine goes on.
-            self._fail(ApiError(500, f"the engine failed: {type(failed).__name__}: {failed}"))
-            return
+        gained = self.engine.step()
         now = monotonic()
         if self._unscheduled:
             self._mark_scheduled(started)
         batch: dict[Job, list[News]] = {}
+        ended: list[Request] = []
         for request in gained:
             track = self._tracks.get(request)
             if track is None:
@@ -240,12 +236,14 @@ class EngineLoop:
             if tokens:
                 self.observer.token(track, tokens, now)
             if request.finish_reason is not None:
-                del self._tracks[request]
+                ended.append(request)
                 self.observer.finished(track, request.finish_reason, now)
             if track.job.stream or request.finish_reason is not None:
                 batch.setdefault(track.job, []).append(track.news())
         if batch:
             self._call(self._deliver, list(batch.items()))
+        for request in ended:  # only now: a job that has a track is told of a failure
+            del self._tracks[request]
 
     def _mark_scheduled(self, now: float) -> None:
         for track in self._unscheduled:

@@ -119,6 +119,34 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(tiny: Path) -> None:
         assert server.complete("z", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
 
 
+def test_a_choice_whose_text_fails_takes_no_thread_with_it(tiny: Path) -> None:
+    class Mute:
+        offsets: tuple[int, ...] = ()
+
+        def append(self, token: int) -> bool:
+            return False
+
+        def take(self) -> str:
+            raise ValueError("mute")
+
+        def finish(self) -> None: ...
+
+    with live(tiny) as server:
+        add = server.engine.add
+
+        def mute(*arguments: Any) -> Request:
+            request = add(*arguments)
+            request.text = Mute()  # type: ignore[assignment]
+            return request
+
+        server.engine.add = mute  # type: ignore[method-assign]
+        status, told = server.post("/v1/completions", prompt="x", max_tokens=2)
+        assert (status, told["error"]["message"]) == (500, "the engine failed: ValueError: mute")
+        server.engine.add = add  # type: ignore[method-assign]
+        assert server.complete("x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+        until(lambda: server.used_pages == server.service.loop.open == 0)
+
+
 def test_an_engine_that_cannot_recover_is_dead_and_says_so(tiny: Path) -> None:
     with live(tiny) as server:
         engine = Broken(server)
