@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from compress.kernels.activation import Gate
-from compress.kernels.launch import Launch, Target, run, target_of
+from compress.kernels.launch import Launch, Target, run, target_of, unit_stride
 
 TILE = 1024  # channels of a program: 8 to a thread of 4 warps
 
@@ -54,6 +54,7 @@ def plan_gated(x_T2I: torch.Tensor, gate: Gate, out_TI: torch.Tensor, target: Ta
 
 def gated(x_T2I: torch.Tensor, gate: Gate) -> torch.Tensor:
     """activation.gated, but for float32 arithmetic and one rounding."""
+    x_T2I = unit_stride(x_T2I)
     out_TI = torch.empty(x_T2I.shape[0], x_T2I.shape[1] // 2, dtype=x_T2I.dtype, device=x_T2I.device)
     run(plan_gated(x_T2I, gate, out_TI, target_of(x_T2I.device)))
     return out_TI

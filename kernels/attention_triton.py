@@ -22,7 +22,7 @@ import triton.language as tl
 from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.attention_work import REDUCED, PageTables, Tile, Work, flatten_tables, plan_work
 from compress.kernels.kv import Pages
-from compress.kernels.launch import Launch, Target, run, target_of
+from compress.kernels.launch import Launch, Target, run, target_of, unit_stride
 
 LOG2E = math.log2(math.e)
 
@@ -426,6 +426,7 @@ class PagedAttentionTriton:
         self._works: dict[tuple[int | None, int, Tile, bool], Work] = {}
 
     def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor:
+        q_THD = unit_stride(q_THD)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for short in (True, False):
             tile = choose_tile(q_THD, pages, self._target, short)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from compress.kernels.attention_triton import strides
 from compress.kernels.kv import LIMITS, Cache, KVCache, Pages, is_static
-from compress.kernels.launch import Launch, run
+from compress.kernels.launch import Launch, run, unit_stride
 from compress.kernels.token_quant_triton import encode_e4m3, encode_int8
 
 TILE = 2048  # elements of a program that stores
@@ -155,7 +155,7 @@ def plan_store(k_TKD: torch.Tensor, v_TKD: torch.Tensor, pages: Pages, slots_T: 
     tokens, kv_heads, key_dim = k_TKD.shape
     value_dim = v_TKD.shape[2]
     key_dims, value_dims = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    heads = min(triton.next_power_of_2(kv_heads), max(1, TILE // max(key_dims, value_dims)))
+    heads = int(min(triton.next_power_of_2(kv_heads), max(1, TILE // max(key_dims, value_dims))))
     arguments = {
         "slots": slots_T,
         "keys": k_TKD,
@@ -226,7 +226,7 @@ def plan_copy_pages(cache: Cache, copies_X2: torch.Tensor) -> list[Launch]:
 
 def store(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache: KVCache, layer: int, slots_T: torch.Tensor) -> None:
     """As `compress.kernels.kv.store`."""
-    run(plan_store(k_TKD, v_TKD, cache.layer(layer), slots_T))
+    run(plan_store(unit_stride(k_TKD), unit_stride(v_TKD), cache.layer(layer), unit_stride(slots_T)))
 
 
 def copy_pages(cache: Cache, copies: Sequence[tuple[int, int]]) -> None:

@@ -87,6 +87,11 @@ def run(launches: Sequence[Launch]) -> None:
             launch.run()
 
 
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where neighbours of a row are not neighbours in memory, as the kernels take them to be."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def interpreting() -> bool:
     """Whether the environment asks Triton to interpret kernels, in Triton's words."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")

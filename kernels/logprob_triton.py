@@ -5,6 +5,7 @@ Shapes: T tokens, V vocabulary, N tiles of a row.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels.launch import Launch, Target, run, target_of
+from compress.kernels.launch import Launch, Target, run, target_of, unit_stride
 from compress.kernels.logprob import TokenLogprobs
 
 TILE = 8192  # logits of one program: 32 to a thread of 8 warps
@@ -99,11 +100,12 @@ def plan_token_logprobs(
 
 
 def tiles(vocabulary: int) -> int:
-    return triton.cdiv(vocabulary, TILE)
+    return -(-vocabulary // TILE)
 
 
 def token_logprobs(logits_TV: torch.Tensor, target_T: torch.Tensor) -> TokenLogprobs:
     """logprob.token_logprobs."""
+    logits_TV, target_T = unit_stride(logits_TV), unit_stride(target_T)
     tokens, device = logits_TV.shape[0], logits_TV.device
     count = tiles(logits_TV.shape[1])
     partial_2TN = torch.empty(2, tokens, count, dtype=torch.float32, device=device)
@@ -168,6 +170,7 @@ def plan_kl_divergence(
 
 def kl_divergence(p_TV: torch.Tensor, q_TV: torch.Tensor) -> torch.Tensor:
     """logprob.kl_divergence; the terms cancel to about 1e-6 of the largest |p − q|, so tiny divergences are noise."""
+    p_TV, q_TV = unit_stride(p_TV), unit_stride(q_TV)
     tokens, device = p_TV.shape[0], p_TV.device
     parts_5TN = torch.empty(5, tokens, tiles(p_TV.shape[1]), dtype=torch.float32, device=device)
     out_T = torch.empty(tokens, dtype=torch.float32, device=device)

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels.launch import Launch, Target, run, target_of
+from compress.kernels.launch import Launch, Target, run, target_of, unit_stride
 from compress.kernels.narrow_matmul import BLOCK, NarrowWeight, Weight, join
 from compress.kernels.token_quant import CODE_DTYPE
 from compress.kernels.token_quant_triton import decode_e4m3, new_scales, plan_quantize_tokens
@@ -193,7 +193,7 @@ def split_span(outs: int, ins: int, tiles: Tiles) -> int:
     """Columns of I in each split, from the shape of the weight alone."""
     wanted = max(1, min(tiles.programs // triton.cdiv(outs, tiles.outs), ins // LEAST_SPLIT))
     splits = 1 << (wanted.bit_length() - 1)
-    return triton.cdiv(triton.cdiv(ins, splits), COLUMNS) * COLUMNS
+    return -(-ins // (splits * COLUMNS)) * COLUMNS
 
 
 def rows_of(tokens: int) -> Rows:
@@ -305,7 +305,7 @@ class W8A8Triton:
         return self.weight.nbytes
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        target = target_of(x_TI.device)
+        x_TI, target = unit_stride(x_TI), target_of(x_TI.device)
         scratch = new_scratch(x_TI, self.weight, target, "few" if self.invariant else rows_of(x_TI.shape[0]))
         out_TO = torch.empty(x_TI.shape[0], self.weight.codes_OI.shape[0], dtype=x_TI.dtype, device=x_TI.device)
         run(plan_narrow_matmul(x_TI, self.weight, scratch, out_TO, target))

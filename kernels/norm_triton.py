@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels.launch import Launch, Target, run, target_of
+from compress.kernels.launch import Launch, Target, run, target_of, unit_stride
 
 WIDEST = 32768  # channels one program holds in registers
 TILE = 1024  # elements of a program whose rows are shorter
@@ -111,6 +111,7 @@ def plan_rms_norm(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """norm.rms_norm."""
+    x, weight = unit_stride(x), unit_stride(weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     run(plan_rms_norm(x, weight, eps, out, target_of(x.device), unit_offset=unit_offset))
     return out
@@ -120,6 +121,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """norm.add_rms_norm."""
+    x, residual, weight = unit_stride(x), unit_stride(residual), unit_stride(weight)
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     target = target_of(x.device)
     run(plan_rms_norm(x, weight, eps, out, target, unit_offset=unit_offset, residual=residual, total=total))

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels.launch import Launch, Target, run, target_of
+from compress.kernels.launch import Launch, Target, run, target_of, unit_stride
 
 TILE = 1024  # pairs of one program: 8 values of each half to a thread of 4 warps
 
@@ -109,6 +109,7 @@ def plan_rotate(
 
 def rotate(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """rotary.rotate, but for float32 arithmetic and one rounding."""
+    x_THD, cos_TF, sin_TF = unit_stride(x_THD), unit_stride(cos_TF), unit_stride(sin_TF)
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     run(plan_rotate(x_THD, cos_TF, sin_TF, out_THD, target_of(x_THD.device), interleaved=interleaved))
     return out_THD

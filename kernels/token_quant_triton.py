@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels.launch import Launch, Target, run, target_of
+from compress.kernels.launch import Launch, Target, run, target_of, unit_stride
 from compress.kernels.token_quant import CODE_DTYPE, LARGEST, Kind
 
 WIDEST = 16384  # columns of one scale that a program holds in registers
@@ -191,6 +191,7 @@ def new_scales(x_TI: torch.Tensor, group: int | None) -> torch.Tensor:
 
 def quantize_tokens(x_TI: torch.Tensor, kind: Kind, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """token_quant.quantize_tokens, bit for bit."""
+    x_TI = unit_stride(x_TI)
     codes_TI = torch.empty(x_TI.shape, dtype=CODE_DTYPE[kind], device=x_TI.device)
     scale_TG = new_scales(x_TI, group)
     run(plan_quantize_tokens(x_TI, codes_TI, scale_TG, target_of(x_TI.device), group=group))
