@@ -232,7 +232,7 @@ class Scheduler:
         elif request.status == "running":
             self.running.remove(request)
         self._take_back(request)
-        request.status, request.finish_reason = "finished", reason
+        request.status, request.finish_reason, request.siblings = "finished", reason, ()
 
     def _take_back(self, request: Request) -> None:
         for name in request.hashes[request.num_computed // self.pool.page_size :]:

@@ -8,7 +8,7 @@ import pytest
 
 from compress.errors import UserError
 from compress.runtime.pages import PagePool
-from compress.runtime.request import Request, SamplingParams
+from compress.runtime.request import Drafts, Request, SamplingParams
 from compress.runtime.scheduler import Scheduler
 
 
@@ -106,3 +106,42 @@ def test_finishing_frees_pages_in_every_state() -> None:
     assert not scheduler.busy
     assert scheduler.pool.used == 0
     scheduler.check()
+
+
+def test_no_more_run_than_may() -> None:
+    scheduler = Scheduler(PagePool(64, 4), max_batched_tokens=64, max_running=2)
+    for _ in range(3):
+        scheduler.add(request(3, new=1))
+    assert advance(scheduler) == [(0, 3), (0, 3)]
+    assert advance(scheduler) == [(0, 3)]
+
+
+def drafting(prompt: int, drafts: int, new: int = 20) -> Request:
+    each = request(prompt, new)
+    each.drafts = Drafts(tuple(range(drafts)))
+    return each
+
+
+def test_drafts_come_with_the_last_token_or_it_waits() -> None:
+    """How many tokens are drafted must not depend on the company."""
+    scheduler = Scheduler(PagePool(64, 4), max_batched_tokens=8)
+    for each in (drafting(3, 2), drafting(4, 3), drafting(1, 1)):
+        scheduler.add(each)
+    plan = scheduler.plan()
+    assert [(c.start, c.count, c.drafts, c.catches_up) for c in plan.chunks] == [
+        (0, 5, (0, 1), True),
+        (0, 3, (), False),
+    ]
+    for chunk in plan.chunks:
+        scheduler.commit(chunk.request, chunk.end - len(chunk.drafts))
+    scheduler.check()
+    first = plan.chunks[0].request
+    first.append(9)
+    assert [(c.start, c.count, c.drafts) for c in scheduler.plan().chunks] == [(3, 3, (0, 1)), (3, 4, (0, 1, 2))]
+
+
+def test_a_window_bounds_what_a_request_needs() -> None:
+    """9 + 8 tokens touch at most 6 pages of 4: 25 tokens or 2,500."""
+    Scheduler(PagePool(6, 4), max_batched_tokens=8, window=9).add(request(2000, new=500))
+    with pytest.raises(UserError, match="needs 6 cache pages of 4 tokens; the cache has 5"):
+        Scheduler(PagePool(5, 4), max_batched_tokens=8, window=9).add(request(2000, new=500))
