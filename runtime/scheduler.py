@@ -198,7 +198,8 @@ class Scheduler:
         chunk = next_chunk(request, budget)
         # pages for all known tokens at once: a prompt that was let in is not preempted half-way for lack of them;
         # behind a window they become free on the way
-        if chunk is None or not self._grow(request, len(request.token_ids) if self.window is None else chunk.end, plan):
+        known = len(request.token_ids) if self.window is None else 0
+        if chunk is None or not self._grow(request, max(known, chunk.end), plan):
             self._take_back(request)
             return None
         request.status = "running"

@@ -140,6 +140,13 @@ def test_drafts_come_with_the_last_token_or_it_waits() -> None:
     assert [(c.start, c.count, c.drafts) for c in scheduler.plan().chunks] == [(3, 3, (0, 1)), (3, 4, (0, 1, 2))]
 
 
+def test_a_request_that_comes_back_brings_its_drafts() -> None:
+    scheduler = Scheduler(PagePool(64, 4), max_batched_tokens=8)
+    scheduler.add(drafting(3, 2))
+    assert [(c.start, c.count, c.drafts) for c in scheduler.plan().chunks] == [(0, 5, (0, 1))]
+    assert len(scheduler.running[0].pages) == 2, "with room for the drafts"
+
+
 def test_a_window_bounds_what_a_request_needs() -> None:
     """9 + 8 tokens touch at most 6 pages of 4: 25 tokens or 2,500."""
     Scheduler(PagePool(6, 4), max_batched_tokens=8, window=9).add(request(2000, new=500))
