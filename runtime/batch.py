@@ -51,10 +51,11 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         pages += chunk.request.pages[first : (chunk.end - 1) // page_size + 1]
         ids += chunk.request.token_ids[chunk.start : chunk.end - len(chunk.drafts)]
         ids += chunk.drafts
-    counts_N = np.array([chunk.count for chunk in chunks])
-    starts_N = np.concatenate(([0], counts_N.cumsum()))
-    positions_T = np.arange(len(ids)) + np.repeat([chunk.start for chunk in chunks] - starts_N[:-1], counts_N)
-    page_T = np.array(pages)[positions_T // page_size + np.repeat(shift_N, counts_N)]
+    counts_N = np.array([chunk.count for chunk in chunks], dtype=np.int64)
+    starts_N = np.cumsum(np.concatenate(([0], counts_N)), dtype=np.int64)
+    offsets_N = np.array([chunk.start for chunk in chunks]) - starts_N[:-1]
+    positions_T = np.arange(len(ids)) + np.repeat(offsets_N, counts_N)
+    page_T = np.array(pages, dtype=np.int64)[positions_T // page_size + np.repeat(np.array(shift_N), counts_N)]
     slots_T = page_T * page_size + positions_T % page_size
     queries = PagedQueries(
         lengths=[chunk.count for chunk in chunks],
@@ -62,5 +63,5 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         tables=[chunk.request.pages for chunk in chunks],
         page_size=page_size,
     )
-    flat_3T = torch.from_numpy(np.stack((np.array(ids), positions_T, slots_T))).to(device)
-    return Batch(chunks, *flat_3T, queries, tuple(starts_N.tolist()))
+    ids_T, positions_T, slots_T = torch.from_numpy(np.stack((np.array(ids), positions_T, slots_T))).to(device)
+    return Batch(chunks, ids_T, positions_T, slots_T, queries, tuple(starts_N.tolist()))

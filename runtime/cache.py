@@ -46,7 +46,7 @@ def cache_formats(kv_dtype: str | None, config: Mapping[str, Any], dtype: torch.
     """
     if kv_dtype is None:
         scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
-        kv_dtype = {("float", 8): "fp8", ("int", 8): "int8"}.get((scheme.get("type"), scheme.get("num_bits")))
+        kv_dtype = {"float8": "fp8", "int8": "int8"}.get(f"{scheme.get('type')}{scheme.get('num_bits')}")
         if kv_dtype is None:
             return dtype, dtype
     names = kv_dtype.split(":")

@@ -111,7 +111,9 @@ def test_formats_by_name_by_checkpoint_and_by_default() -> None:
     assert cache_formats("float32", config, torch.bfloat16) == (torch.float32, torch.float32)
     assert cache_formats("bfloat16:fp8", {}, torch.float32) == (torch.bfloat16, fp8)
     for name in ("fp16", "fp8:fp8:fp8", "", "int8:"):
-        with pytest.raises(UserError, match="kv_dtype: .* is not a format; accepted: float32, bfloat16, float16, int8"):
+        with pytest.raises(
+            UserError, match=r"kv_dtype: .* is not a format; accepted: float32, bfloat16, float16, int8"
+        ):
             cache_formats(name, {}, torch.float32)
 
 

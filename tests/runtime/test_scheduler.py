@@ -11,7 +11,6 @@ from compress.runtime.pages import PagePool
 from compress.runtime.request import Drafts, Request, SamplingParams
 from compress.runtime.scheduler import Scheduler
 
-
 OTHERS = count(1000)
 
 
