@@ -91,10 +91,13 @@ def objections(case: Case, target: Target, outcome: Outcome, budget: float | Non
     if loop is None:
         return found
     wanted = case.matrix.get(name)
-    if wanted is not None and not any(mnemonic.startswith(wanted) for mnemonic in loop.matrix):
+    if wanted is not None and not any(mnemonic.startswith(tuple(wanted.split("|"))) for mnemonic in loop.matrix):
         seen = ", ".join(sorted(loop.matrix)) or "no matrix instruction"
         found.append(f"{first.kernel}: expected {wanted} in its loop, found {seen}")
     found += _objections_to_tiles(case, target, first, loop)
+    limit = case.most.get(name)
+    if limit is not None and (loop.per_element is None or loop.per_element > limit):
+        found.append(f"{first.kernel}: {loop.per_element} instructions per element, at most {limit} are allowed")
     if loop.per_element is not None and budgeted:
         found += _objections_to_budget(first.kernel, loop.per_element, budget)
     return found

@@ -225,7 +225,7 @@ def _words(weight: QuantizedWeight, form: Form, device: torch.device) -> torch.T
     return words_OW
 
 
-def _tile(tokens: int, dtype: torch.dtype, target: Target) -> tuple[int, int, int, int]:
+def _tile(tokens: int, form: Form, dtype: torch.dtype, target: Target) -> tuple[int, int, int, int]:
     """Tokens and rows of a tile, warps, stages."""
     # Four warps on 64 rows have wider instructions here, of another order of sums than those for few tokens.
     wide = target.arch in (90, 100)
@@ -235,10 +235,14 @@ def _tile(tokens: int, dtype: torch.dtype, target: Target) -> tuple[int, int, in
         return 32, 64, 4, stages  # no matrix instruction: the operands fill the registers
     if hip and few:
         return 16, 64, 2, stages  # tiles of 32 tokens have another instruction
+    if few and dtype == torch.float32 and target.arch == 100:
+        return 16, 32, 2, stages  # 64 rows spill, or fall to an instruction of less precision
     if tokens <= 16:
-        return 16, 64, 2, 4
+        return 16, 64, 4 if form.zero_points and dtype == torch.float16 and target.arch == 120 else 2, 4
     if few:
         return (32, 64, 2, stages) if wide else (32 if tokens <= 32 else 64, 64, 4, stages)
+    if tokens > 256 and target.arch == 100:
+        return 64, 128, 4, stages  # of 128 tokens Triton 3.7 makes an empty program
     return (128, 128, 8, stages) if tokens > 256 and (wide or hip) else (64, 64, 4, stages)
 
 
@@ -256,9 +260,9 @@ def plan_matmul(
         return [_gemv(x_TI, weight, y_TO)]
     if tokens > FEW_TOKENS:
         bands = zip(x_TI.split(BAND), y_TO.split(BAND), strict=True)
-        tile = _tile(tokens, x_TI.dtype, target)
+        tile = _tile(tokens, weight.form, x_TI.dtype, target)
         return [_tiles(x_bI, weight, y_bO, 1, tile, _early(weight.form, x_TI.dtype)) for x_bI, y_bO in bands]
-    tile, splits = _tile(tokens, x_TI.dtype, target), weight.splits(tokens)
+    tile, splits = _tile(tokens, weight.form, x_TI.dtype, target), weight.splits(tokens)
     early = _exact(weight.form, x_TI.dtype)
     if splits == 1 or workspace_STO is None:
         return [_tiles(x_TI, weight, y_TO, 1, tile, early)]
@@ -274,7 +278,8 @@ def _early(form: Form, dtype: torch.dtype) -> bool:
     """Whether scales multiply the weights where T is large: the sums of few columns would be scaled too often."""
     if form.code == "e2m1":
         return _exact(form, dtype)
-    return form.group is not None and form.group < 128 and form.code != "e4m3"
+    # float16 has too few exponents for any scale
+    return form.group is not None and form.group < 128 and form.code != "e4m3" and dtype != torch.float16
 
 
 def _common(x_TI: torch.Tensor, weight: MatmulLinear) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The operations between the linears, compiled (attention.c); what they do not take goes to the reference.
+"""The operations between the linears, compiled (pointwise.c); what they do not take goes to the reference.
 
 Float32 with rows of a multiple of 16. Shapes: T tokens, C channels, H heads, D head dim, F pairs, I gated channels.
 """

@@ -40,6 +40,7 @@ FEW = {
     "gfx950": "v_mfma",
 }
 MANY = FEW | {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+LIMITS = {"sm_80": 5.9, "sm_90": 4.6}  # of the int4 loop, per weight: what decoding may cost beside the products
 MIXED = ("int4 g128", "int4 g128 asymmetric", "int4 g32", "int8 channel", "fp8 channel", "fp8 block", "nvfp4", "mxfp4")
 # tokens, dtype, forms
 PRODUCTS = (
@@ -87,7 +88,8 @@ def case(tokens: int, dtype: str, name: str) -> Case:
     plan_on = functools.partial(plan, form, tokens, 14336, 4096, DTYPES[dtype])
     elements = GEMV_ROWS * ROW_BYTES * 8 // form.bits if tokens == 1 else 64 * form.block
     matrix = {} if tokens == 1 or dtype == "fp32" else FEW if tokens <= 64 else MANY
-    return Case(f"{name} {dtype} M={tokens}", plan_on, elements, matrix)
+    most = LIMITS if tokens == 16 and dtype != "fp32" and name == "int4 g128" else {}
+    return Case(f"{name} {dtype} M={tokens}", plan_on, elements, matrix, most=most)
 
 
 CASES: tuple[Case, ...] = (

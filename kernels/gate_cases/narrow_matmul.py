@@ -19,7 +19,7 @@ from compress.kernels.narrow_matmul_triton import COLUMNS, new_scratch, plan_nar
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INT8 = {"sm_80": "IMMA", "sm_89": "IMMA", "sm_120": "IMMA", "gfx942": "v_mfma_i32", "gfx950": "v_mfma_i32"}
 INT8_FEW = INT8 | {"sm_90": "IMMA", "sm_100": "IMMA"}
-INT8_MANY = INT8 | {"sm_90": "IGMMA", "sm_100": "UTCIMMA"}
+INT8_MANY = INT8 | {"sm_90": "IGMMA", "sm_100": "UTCIMMA|IMMA"}  # Triton 3.7 does not know it
 E4M3 = {"sm_80": "HMMA", "sm_89": "QMMA", "sm_120": "QMMA", "gfx942": "v_mfma_f32", "gfx950": "v_mfma_f32"}
 E4M3_FEW = E4M3 | {"sm_90": "HMMA", "sm_100": "HMMA"}
 E4M3_MANY = E4M3 | {"sm_90": "QGMMA", "sm_100": "UTCQMMA"}

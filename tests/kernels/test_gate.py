@@ -128,6 +128,19 @@ def test_a_loop_beyond_its_budget() -> None:
     assert judge(rows, Budget({"2.0.0": {}}), triton.__version__) == []  # another compiler's figures bind nobody
 
 
+def test_a_loop_beyond_what_its_case_allows() -> None:
+    """Whatever is recorded; and a case without a loop does not pass either."""
+    figure = objections_to(changed(most={"sm_80": 0.01}), AMPERE)
+    assert len(figure) == 1
+    assert "at most 0.01 are allowed" in figure[0]
+    assert not objections_to(changed(most={"sm_80": 1000.0}), AMPERE)
+
+
+def test_one_of_several_matrix_instructions_will_do() -> None:
+    assert not objections_to(changed(matrix={"sm_80": "QMMA|HMMA"}), AMPERE)
+    assert objections_to(changed(matrix={"sm_80": "QMMA|IMMA"}), AMPERE)
+
+
 def test_a_refused_compile() -> None:
     """Ampere knows no e4m3; a refusal has to be announced, and to stay true."""
     (line,) = objections_to(Case("e4m3", plan_e4m3), AMPERE)
