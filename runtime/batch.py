@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from compress.kernels.attention import PagedQueries
-from compress.runtime.scheduler import Chunk, StepPlan
+from compress.runtime.plan import Chunk, StepPlan
 
 
 @dataclass(frozen=True)

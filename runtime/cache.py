@@ -76,6 +76,17 @@ def default_cache_tokens(
     return max(1, min(fitting, DEFAULT_CONTEXTS * max_positions))
 
 
+def check_cache_fits(tokens: int, layout: Sequence[CacheLayout], formats: Formats, device: torch.device) -> None:
+    """Raises UserError for a cache that the device could not hold: what is free of a GPU, all memory of a machine."""
+    held = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().total
+    need = tokens * cache_bytes_per_token(layout, formats)
+    if need > held:
+        raise UserError(
+            f"a cache of {tokens} tokens needs {need / 2**30:.1f} GiB; the device has {held / 2**30:.1f} GiB, "
+            f"for {held // cache_bytes_per_token(layout, formats)} tokens at most"
+        )
+
+
 def allocate_cache(
     layout: Sequence[CacheLayout],
     formats: Formats,

@@ -16,9 +16,9 @@ from compress.errors import UserError
 from compress.runtime.batch import build_batch
 from compress.runtime.executor import Executor
 from compress.runtime.pages import PagePool
+from compress.runtime.plan import Chunk, StepPlan
 from compress.runtime.request import Drafts, Request
 from compress.runtime.sampler import Draw, adjust, choose, distributions, pick_rows
-from compress.runtime.scheduler import Chunk, StepPlan
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ Shapes: B sequences, S length, C hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from compress.arch import ModelSpec
 from compress.errors import UserError
 from compress.runtime.batch import build_batch
+from compress.runtime.completion import Completion
 from compress.runtime.drafting import Drafting, load_drafting
 from compress.runtime.executor import Executor, find_device, load_executor
 from compress.runtime.outcome import Outcome, choose_tokens, score_prompts
@@ -30,16 +31,6 @@ from compress.runtime.text import Pieces, TextStream
 from compress.runtime.tokenizer import has_tokenizer, load_tokenizer, read_eos_ids
 
 __all__ = ["Completion", "Engine", "Request", "SamplingParams", "TokenLogprobs"]
-
-
-@dataclass(frozen=True)
-class Completion:
-    prompt_ids: list[int]
-    token_ids: list[int]  # with the token that ended it
-    text: str  # without it or the string that did, and without special tokens; empty without a tokenizer
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Engine:
@@ -256,19 +247,7 @@ class Engine:
         finally:
             for request in requests:
                 self.abort(request)
-        return [self.completion(request) for request in requests]
-
-    def completion(self, request: Request) -> Completion:
-        """What a finished request came to."""
-        assert request.finish_reason is not None
-        return Completion(
-            prompt_ids=request.token_ids[: request.prompt_length],
-            token_ids=request.generated,
-            text=request.text.take() if request.text is not None else "",
-            finish_reason=request.finish_reason,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-            prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
-        )
+        return [Completion.of(request) for request in requests]
 
     @torch.inference_mode()
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:

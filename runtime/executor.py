@@ -15,7 +15,7 @@ from compress.checkpoint import Checkpoint, check_tensors
 from compress.errors import UserError
 from compress.kernels.dispatch import path_of
 from compress.runtime.batch import Batch
-from compress.runtime.cache import PagedCache, allocate_cache, cache_formats, default_cache_tokens
+from compress.runtime.cache import PagedCache, allocate_cache, cache_formats, check_cache_fits, default_cache_tokens
 from compress.runtime.models.attend import full_attend, paged_attend
 from compress.runtime.models.load import load_model
 from compress.runtime.models.model import Model
@@ -76,6 +76,8 @@ def load_executor(
     check_tensors(checkpoint, spec)
     formats = cache_formats(kv_dtype, checkpoint.config, dtype)
     model = load_model(checkpoint, spec, device, dtype, exact)
+    if max_tokens_in_cache is not None:
+        check_cache_fits(max_tokens_in_cache, model.cache_layout, formats, device)
     tokens = max_tokens_in_cache or default_cache_tokens(spec.max_positions, model.cache_layout, formats, device)
     pages = -(-tokens // page_size)
     cache = allocate_cache(model.cache_layout, formats, pages, page_size, device, checkpoint)

@@ -11,9 +11,9 @@ import torch
 
 from compress.runtime.batch import Batch
 from compress.runtime.executor import Executor
+from compress.runtime.plan import Chunk
 from compress.runtime.request import Drafts, Request, TokenLogprobs
 from compress.runtime.sampler import logprobs
-from compress.runtime.scheduler import Chunk
 from compress.runtime.speculate import decide
 
 NO_DRAFTS = Drafts(())

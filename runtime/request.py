@@ -59,10 +59,11 @@ class SamplingParams:
         _check(_is_number(self.top_p) and 0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
         _check(_is_number(self.min_p) and 0 <= self.min_p <= 1, self, "min_p", "between 0 and 1")
         _check(
-            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
+            # a much smaller divisor makes infinite logits, and then no distribution
+            _is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 10,
             self,
             "repetition_penalty",
-            "above 0 and at most 10",
+            "between 0.01 and 10",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)

@@ -10,38 +10,11 @@ is computed by a running request, and running requests wait for nobody, so the w
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from compress.errors import UserError
 from compress.runtime.pages import PagePool, page_hash
+from compress.runtime.plan import Chunk, StepPlan, next_chunk
 from compress.runtime.request import FinishReason, Request
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start` to `start + count` of a request; the last ones are its drafts."""
-
-    request: Request
-    start: int
-    count: int
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def catches_up(self) -> bool:
-        """Whether the last known token is in it, so that the next one can be chosen."""
-        return self.end - len(self.drafts) == len(self.request.token_ids)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What a step computes, after it has copied pages (source, destination). No destination is a source."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -250,16 +223,3 @@ class Scheduler:
         self.pool.check(request.pages[request.dropped :] for request in [*self.running, *self.waiting])
         if any(request.status != "running" for request in self._promised.values()):
             raise AssertionError("a page is promised by a request that does not run")
-
-
-def next_chunk(request: Request, budget: int) -> Chunk | None:
-    """What a request computes next: as much as the budget allows, but the last token and its drafts in one step.
-
-    So the number of drafts does not depend on the company. None where nothing of it fits.
-    """
-    start, drafts = request.num_computed, request.draft_tokens
-    left = len(request.token_ids) - start
-    if left + len(drafts) <= budget:
-        return Chunk(request, start, left + len(drafts), drafts)
-    count = min(left - 1 if drafts else left, budget)
-    return Chunk(request, start, count) if count else None

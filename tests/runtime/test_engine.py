@@ -203,7 +203,10 @@ BAD: dict[str, tuple[Callable[[Engine], object], str]] = {
     "min_p": (lambda e: e.add([3], SamplingParams(min_p=1.5)), "min_p must be between 0 and 1"),
     "stop ids": (lambda e: e.add([3], SamplingParams(stop_token_ids=(256,))), "stop_token_ids must be between 0 and"),
     "score nothing": (lambda e: e.add([3], SamplingParams(max_tokens=-1, prompt_logprobs=1)), "max_tokens .* least 0"),
-    "repetition": (lambda e: e.add([3], SamplingParams(repetition_penalty=0)), "repetition_penalty must be above 0"),
+    "repetition": (
+        lambda e: e.add([3], SamplingParams(repetition_penalty=0)),
+        "repetition_penalty must be between 0.01",
+    ),
     "presence": (lambda e: e.add([3], SamplingParams(presence_penalty=3)), "presence_penalty must be between -2 and 2"),
     "frequency": (lambda e: e.add([3], SamplingParams(frequency_penalty=-3)), "frequency_penalty must be between"),
     "bias id": (lambda e: e.add([3], SamplingParams(logit_bias={256: 1})), "logit_bias: token ids must be .* 255"),
@@ -272,7 +275,7 @@ def test_unusable_devices_and_sizes_are_refused(directory: Path) -> None:
             Engine.load(directory, device="cuda")
 
 
-FEW_WORDS = dict.fromkeys((70, 71, 72), 40.0)
+FEW_WORDS: dict[int, float] = dict.fromkeys((70, 71, 72), 40.0)
 
 
 def test_drafts_from_the_text_save_steps_and_change_nothing(directory: Path) -> None:

@@ -36,7 +36,7 @@ def finish(engine: Engine, requests: list[Request]) -> list[Completion]:
         engine.step()
         engine.scheduler.check()
     assert engine.scheduler.pool.used == 0
-    return [engine.completion(request) for request in requests]
+    return [Completion.of(request) for request in requests]
 
 
 def numbers(count: int, seed: int = 0) -> list[int]:
@@ -221,7 +221,7 @@ def test_pages_behind_the_window_are_given_back(windowed: Engine) -> None:
         small.scheduler.check()
         most = max(most, small.stats.pages_used)
     assert most <= 11
-    assert [small.completion(request)] == fresh(windowed, caching=False).generate([prompt], params)
+    assert [Completion.of(request)] == fresh(windowed, caching=False).generate([prompt], params)
 
 
 def test_windows_with_sharing_forks_and_preemption(windowed: Engine) -> None:

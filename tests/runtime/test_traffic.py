@@ -83,7 +83,7 @@ def alone(engines: dict[str, Engine]) -> Alone:
             request = engine.add(prompt, params, sample)
             while engine.scheduler.busy:
                 engine.step()
-            known[name] = engine.completion(request)
+            known[name] = Completion.of(request)
         return known[name]
 
     return complete
@@ -210,6 +210,6 @@ def test_drawn_drafts_do_not_see_the_company(
         request = engine.add(prompt, params, sample)
         while engine.scheduler.busy:
             engine.step()
-        return engine.completion(request)
+        return Completion.of(request)
 
     assert_as_alone(started, alone)
