@@ -270,6 +270,8 @@ def test_unusable_devices_and_sizes_are_refused(directory: Path) -> None:
         Engine.load(directory, device="meta")
     with pytest.raises(UserError, match="page_size must be at least 1, not 0"):
         Engine.load(directory, page_size=0)
+    with pytest.raises(UserError, match=r"a cache of 10000000000000 tokens needs .* GiB; the device has"):
+        Engine.load(directory, max_tokens_in_cache=10**13)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="this machine has 0 CUDA devices"):
             Engine.load(directory, device="cuda")
