@@ -115,7 +115,7 @@ def fbgemm(shape: Shape, copies: int, reduce_range: bool) -> Contender:
     for seed in range(copies):
         codes_OI, scale_OG = codes_of(wide, 8, seed)
         first = meant(codes_OI, scale_OG) if first is None else first
-        weight = torch._make_per_channel_quantized_tensor(
+        weight = torch.ops.aten._make_per_channel_quantized_tensor(
             codes_OI, scale_OG[:, 0].double(), torch.zeros(shape.out_features, dtype=torch.int64), 0
         )
         packed = torch.ops.quantized.linear_prepack(weight, None)
@@ -127,8 +127,8 @@ def fbgemm(shape: Shape, copies: int, reduce_range: bool) -> Contender:
 def onnxruntime_int4(shape: Shape, copies: int) -> Contender | None:
     """MatMulNBits at accuracy level 4, which quantizes activations to int8; inputs and outputs are bound in place."""
     try:
-        import onnxruntime
-        from onnx import TensorProto, helper
+        import onnxruntime  # pyright: ignore[reportMissingImports]
+        from onnx import TensorProto, helper  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     calls, first = [], None

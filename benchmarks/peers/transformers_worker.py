@@ -26,7 +26,7 @@ def main(path: Path, threads: int) -> None:
 
         start = time.perf_counter()
         with torch.inference_mode():
-            model.generate(
+            model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=job["output"],

@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 def main(path, threads, dtype):
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(threads)
     llm = LLM(path, dtype=dtype, enforce_eager=True, max_model_len=2048, enable_prefix_caching=False)
@@ -25,20 +25,21 @@ def main(path, threads, dtype):
         job = json.loads(line)
         params = SamplingParams(max_tokens=job["output"], temperature=0.0, ignore_eos=True, detokenize=False)
         engine = llm.llm_engine
-        start, first = time.perf_counter(), None
+        start = first = time.perf_counter()
         for number, ids in enumerate(job["prompt"]):
             engine.add_request(f"{start}-{number}", {"prompt_token_ids": ids}, params)
-        counts = {}
+        counts, before = {}, 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 counts[output.request_id] = len(output.outputs[0].token_ids)
-            if first is None and len(counts) == len(job["prompt"]):
+            if not before and len(counts) == len(job["prompt"]):  # everybody has a first token
                 first, before = time.perf_counter(), sum(counts.values())
-        end = time.perf_counter()
-        print(
-            json.dumps({"ttft": first - start, "seconds": end - first, "tokens": sum(counts.values()) - before}),
-            flush=True,
-        )
+        result = {
+            "ttft": first - start,
+            "seconds": time.perf_counter() - first,
+            "tokens": sum(counts.values()) - before,
+        }
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
