@@ -45,10 +45,10 @@ def cache_formats(kv_dtype: str | None, config: Mapping[str, Any], dtype: torch.
     Raises UserError for a name that is not known.
     """
     if kv_dtype is None:
-        scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
-        kv_dtype = {"float8": "fp8", "int8": "int8"}.get(f"{scheme.get('type')}{scheme.get('num_bits')}")
-        if kv_dtype is None:
+        scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme")
+        if not scheme:
             return dtype, dtype
+        kv_dtype = _format_of(scheme)
     names = kv_dtype.split(":")
     for name in names:
         if name not in FORMATS or len(names) > 2:
@@ -57,6 +57,18 @@ def cache_formats(kv_dtype: str | None, config: Mapping[str, Any], dtype: torch.
                 f"keys:values{nearest(name, FORMATS)}"
             )
     return FORMATS[names[0]], FORMATS[names[-1]]
+
+
+def _format_of(scheme: Any) -> str:
+    """The format that a checkpoint's kv_cache_scheme names (compressed-tensors)."""
+    stated = dict(scheme) if isinstance(scheme, Mapping) else {}
+    name = {"float8": "fp8", "int8": "int8"}.get(f"{stated.get('type')}{stated.get('num_bits')}")
+    if name is None or not stated.get("symmetric", True):
+        raise UserError(
+            f"config.json: quantization_config.kv_cache_scheme {scheme!r} is not supported; supported: 8 bits, float "
+            "or int, symmetric. kv_dtype chooses another format"
+        )
+    return name
 
 
 def cache_bytes_per_token(layout: Sequence[CacheLayout], formats: Formats) -> int:

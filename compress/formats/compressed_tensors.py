@@ -149,7 +149,7 @@ def _matches(module: str, target: str) -> bool:
 
 def read_schemes(quantization: Mapping[str, Any], where: str = "config.json") -> SchemeTable:
     """Parse a `quantization_config`. Raises UserError for anything stored in another way than described above."""
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    for key in ("sparsity_config", "transform_config"):  # kv_cache_scheme: the runtime's cache reads it
         if quantization.get(key):
             raise UserError(f"{where}: quantization_config.{key} is not supported")
     groups = quantization.get("config_groups")

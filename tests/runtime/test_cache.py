@@ -94,6 +94,27 @@ def test_the_scales_of_a_checkpoint_are_used(directory: Path, tmp_path: Path) ->
     assert (prompt_logprobs(clipped) - wide).abs().mean() > 0.5, "scales that are too small clip"
 
 
+def test_a_checkpoint_that_states_its_cache_gets_it(directory: Path, tmp_path: Path) -> None:
+    """As compressed-tensors states it; `kv_dtype` overrides."""
+    scaled = with_scales(directory, tmp_path / "model", 0.2, 0.2)
+    config = json.loads((scaled / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    group = {
+        "targets": ["re:.*nothing"],
+        "weights": {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": True},
+    }
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "kv_cache_scheme": scheme,
+        "config_groups": {"group_0": group},
+    }
+    (scaled / "config.json").write_text(json.dumps(config))
+    engine = Engine.load(scaled)
+    assert engine.executor.cache.layers.keys[0].dtype == torch.float8_e4m3fn
+    assert Engine.load(scaled, kv_dtype="float32").executor.cache.layers.key_scales is None
+
+
 def test_scales_of_a_wrong_size_are_refused(directory: Path, tmp_path: Path) -> None:
     broken = with_scales(directory, tmp_path / "model", 0.2, 0.2)
     tensors = load_file(broken / "model.safetensors")
@@ -108,6 +129,9 @@ def test_formats_by_name_by_checkpoint_and_by_default() -> None:
     fp8 = torch.float8_e4m3fn
     assert cache_formats(None, {}, torch.bfloat16) == (torch.bfloat16, torch.bfloat16)
     assert cache_formats(None, config, torch.bfloat16) == (fp8, fp8)
+    config["quantization_config"]["kv_cache_scheme"] |= {"num_bits": 4}
+    with pytest.raises(UserError, match=r"kv_cache_scheme .* is not supported; supported: 8 bits"):
+        cache_formats(None, config, torch.bfloat16)
     assert cache_formats("float32", config, torch.bfloat16) == (torch.float32, torch.float32)
     assert cache_formats("bfloat16:fp8", {}, torch.float32) == (torch.bfloat16, fp8)
     for name in ("fp16", "fp8:fp8:fp8", "", "int8:"):

@@ -156,7 +156,7 @@ def assert_as_alone(started: list[tuple[Arrival, int, Request]], alone: Alone) -
     caching=st.booleans(),
     drafts=st.sampled_from([None, None, "text"]),
 )
-@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_company_never_matters(
     engines: dict[str, Engine],
     alone: Alone,
@@ -180,7 +180,7 @@ def test_company_never_matters(
     tokens=st.sampled_from([80, 160, 1000]),
     drafts=st.sampled_from(["other", "itself"]),
 )
-@settings(max_examples=8, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_drafts_of_a_model_change_no_greedy_token(
     engines: dict[str, Engine], alone: Alone, arrivals: list[Arrival], budget: int, tokens: int, drafts: str
 ) -> None:
@@ -198,7 +198,7 @@ def test_drafts_of_a_model_change_no_greedy_token(
     tokens=st.sampled_from([80, 160]),
     drafts=st.sampled_from(["other", "itself"]),
 )
-@settings(max_examples=8, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_drawn_drafts_do_not_see_the_company(
     engines: dict[str, Engine], arrivals: list[Arrival], budget: int, tokens: int, drafts: str
 ) -> None:
