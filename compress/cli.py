@@ -304,10 +304,13 @@ def serve(
         raise UserError("--draft-tokens needs --draft or --speculate")
     from compress.runtime.drafting import DEFAULT_DRAFTS
     from compress.runtime.engine import Engine
-    from compress.runtime.server.options import Options
+    from compress.runtime.server.options import Options, check_key
     from compress.runtime.server.prompts import Prompts
     from compress.runtime.server.service import Service
 
+    key = check_key(api_key)
+    if "" in names:
+        raise UserError("--served-model-name: a name must have at least 1 character")
     sock = bind(host, port)
     engine = Engine.load(
         checkpoint,
@@ -322,7 +325,7 @@ def serve(
     options = Options(
         names=names or (checkpoint.resolve().name,),
         max_model_len=context_length(engine, max_model_len),
-        api_key=api_key or None,
+        api_key=key,
         max_body_bytes=max_body,
         max_n=max_n,
         max_queue=max_queue,

@@ -235,6 +235,8 @@ class Engine:
         self, prompts: list[str] | list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[Completion]:
         """Complete all prompts, together. Raises UserError before any work if one of them is not acceptable."""
+        if isinstance(prompts, str):
+            raise UserError("prompts: a list of texts or of token ids, not one text")
         each = params if isinstance(params, list) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise UserError(f"params: {len(each)} given for {len(prompts)} prompts; give one, or one for each")

@@ -79,6 +79,7 @@ class SamplingParams:
             value = getattr(self, name)
             limit = f"between 0 and {vocab}, the vocabulary"
             _check(value is None or (_is_int(value) and 0 <= value <= vocab), self, name, limit)
+        _check(not isinstance(self.stop, str), self, "stop", "a tuple of strings")
         for text in self.stop:
             _check(isinstance(text, str) and bool(text), self, "stop", "strings of at least 1 character")
         for token in self.stop_token_ids:

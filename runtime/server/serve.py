@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -76,7 +77,8 @@ class Server(uvicorn.Server):
     def begin_drain(self) -> None:
         """From any thread, or a signal's handler."""
         if self._service.draining or self._events is None:
-            self.should_exit = self.force_exit = True
+            self._leave()
+            self.force_exit = True
         else:
             self._service.draining = True
             self._events.call_soon_threadsafe(self._start_drain)
@@ -86,6 +88,11 @@ class Server(uvicorn.Server):
 
     async def _drain_and_exit(self) -> None:
         await self._service.drain()
+        self._leave()
+
+    def _leave(self) -> None:
+        # whatever is cancelled from here on was told to end; uvicorn would print a traceback for each
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self.should_exit = True
 
 

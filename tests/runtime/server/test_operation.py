@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -230,12 +231,32 @@ def test_a_signal_drains_with_exit_code_0(process: tuple[subprocess.Popen[str], 
     assert running.stderr.read() == ""
 
 
+def test_a_second_signal_ends_at_once_and_without_a_word(process: tuple[subprocess.Popen[str], str]) -> None:
+    running, url = process
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "x", "max_tokens": 450, "ignore_eos": True, "n": 128, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\nContent-Length: "
+    with socket.create_connection((host, int(port))) as whole, socket.create_connection((host, int(port))) as half:
+        half.sendall(f"{head}100\r\n\r\n{{".encode())
+        whole.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        assert whole.recv(15) == b"HTTP/1.1 200 OK"
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.2)  # two signals at once would be one
+        running.send_signal(signal.SIGINT)
+        assert running.wait(WAIT) == 0
+    assert running.stderr is not None
+    assert running.stderr.read() == ""
+
+
 def test_a_port_in_use_and_wrong_options_are_one_line(tiny: Path, server: Live) -> None:
     for arguments, message in (
         (("--port", server.port), "--port"),
         (("--max-model-len", 513, "--port", 0), "--max-model-len 513: the model has 512 positions"),
         (("--draft-tokens", 3), "--draft-tokens needs --draft or --speculate"),
         (("--host", "256.0.0.1"), "--host 256.0.0.1"),
+        (("--api-key", ""), "--api-key: the key is empty"),
+        (("--api-key", "k "), "--api-key: the key begins or ends with white space"),
+        (("--served-model-name", ""), "--served-model-name: a name must have at least 1 character"),
     ):
         code, _, err = run_cli("serve", tiny, *arguments)
         assert code == 2
