@@ -39,11 +39,13 @@ def address(sock: socket.socket) -> str:
 def context_length(engine: Any, asked: int | None) -> int:
     """Tokens of a prompt and its answer: as asked, or as many as model and cache take. Raises UserError if too many."""
     positions = engine.spec.max_positions
-    pool = engine.scheduler.pool
+    held = engine.scheduler.pool.total * engine.scheduler.pool.page_size
     if asked is None:
-        return min(positions, pool.total * pool.page_size)
+        return min(positions, held)
     if asked > positions:
         raise UserError(f"--max-model-len {asked}: the model has {positions} positions")
+    if asked > held and engine.scheduler.window is None:  # behind a window, pages become free on the way
+        raise UserError(f"--max-model-len {asked}: the cache holds {held} tokens (--kv-pages)")
     return asked
 
 

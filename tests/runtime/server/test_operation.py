@@ -252,6 +252,7 @@ def test_a_port_in_use_and_wrong_options_are_one_line(tiny: Path, server: Live) 
     for arguments, message in (
         (("--port", server.port), "--port"),
         (("--max-model-len", 513, "--port", 0), "--max-model-len 513: the model has 512 positions"),
+        (("--max-model-len", 161, "--kv-pages", 10, "--port", 0), "--max-model-len 161: the cache holds 160 tokens"),
         (("--draft-tokens", 3), "--draft-tokens needs --draft or --speculate"),
         (("--host", "256.0.0.1"), "--host 256.0.0.1"),
         (("--api-key", ""), "--api-key: the key is empty"),
