@@ -193,7 +193,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, one of the two")
+            raise ValueError("prompt or messages must be given, one of the two")
         return self
 
 

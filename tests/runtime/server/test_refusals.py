@@ -80,7 +80,7 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
         "do not go together",
         "continue_final_message",
     ),
-    ("/tokenize", {}, "one of the two", None),
+    ("/tokenize", {}, "one of the two", "prompt"),
     ("/tokenize", {"prompt": "x", "tokens": []}, "tokens: unknown field", "tokens"),
     ("/detokenize", {"tokens": [256]}, "ids go from 0 to 255", "tokens"),
     ("/detokenize", {"tokens": "x"}, "tokens: ", "tokens"),
