@@ -213,7 +213,7 @@ BAD: dict[str, tuple[Callable[[Engine], object], str]] = {
     "bias": (lambda e: e.add([3], SamplingParams(logit_bias={4: 101})), "logit_bias of token 4 must be between"),
     "stop": (lambda e: e.add([3], SamplingParams(stop=("",))), "stop must be strings of at least 1 character"),
     "one stop": (lambda e: e.add([3], SamplingParams(stop="ab")), "stop must be a tuple of strings, not 'ab'"),  # pyright: ignore
-    "one prompt": (lambda e: e.generate("ab", SamplingParams()), "prompts: a list of texts"),
+    "one prompt": (lambda e: e.generate("ab", SamplingParams()), "prompts: a list of texts"),  # pyright: ignore
     "min_tokens": (lambda e: e.add([3], SamplingParams(min_tokens=65)), "min_tokens must be between 0 and max_tokens"),
     "prompt_logprobs": (lambda e: e.add([3], SamplingParams(prompt_logprobs=-1)), "prompt_logprobs must be between 0"),
     "seed": (lambda e: e.add([3], SamplingParams(seed=2**64)), "seed must be an integer of 64 bits"),
