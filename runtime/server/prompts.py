@@ -22,6 +22,7 @@ from compress.runtime.text import Pieces, TextStream
 from compress.runtime.tokenizer import has_tokenizer
 
 T = TypeVar("T")
+QUICK = 1 << 16  # characters that are tokenized in a moment: a text that is too long is then told its tokens
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Prompts:
         self._worker = ThreadPoolExecutor(1, "tokenizer")
         self.pieces = None if tokenizer is None else Pieces(tokenizer)
         self._bos = None if tokenizer is None else bos_of(tokenizer)
+        # characters: those of byte-level tokens stand for a byte each, so no token is longer than its name
+        self._longest = 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
     def of(cls, path: Path) -> Prompts:
@@ -47,24 +50,28 @@ class Prompts:
     async def _work(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *arguments))
 
-    async def text(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def text(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        """Token ids. Raises UserError for a text that is too long for `most` tokens, before others wait for it."""
         tokenizer = self._needed("prompt")
+        self._check_length("prompt", text, most)
         if add_special_tokens:
             return await self._work(encode_prompt, tokenizer, text)
         return (await self._work(partial(encode_plain, add_special_tokens=False), tokenizer, [text]))[0]
 
-    async def chat(self, chat: ChatPrompt) -> list[int]:
+    async def chat(self, chat: ChatPrompt, most: int | None = None) -> list[int]:
+        """Token ids of a chat in the model's template. Raises UserError as `text`."""
         tokenizer = self._needed("messages")
         template = tokenizer.chat_template
         if not template:
             raise UserError("messages: the checkpoint has no chat template; use /v1/completions")
         if chat.tools and "tools" not in str(template):
             raise UserError("tools: the checkpoint's chat template knows no tools; leave them out")
-        return await self._work(self._encode_chat, chat)
+        return await self._work(self._encode_chat, chat, most)
 
-    def _encode_chat(self, chat: ChatPrompt) -> list[int]:
+    def _encode_chat(self, chat: ChatPrompt, most: int | None) -> list[int]:
         """The template prints all that is special; the tokenizer adds nothing, least of all a second BOS."""
         text = render_chat(self._tokenizer, chat)
+        self._check_length("messages", text, most)
         ids = encode_plain(self._tokenizer, [text], add_special_tokens=False)[0]
         return with_one_bos(ids, self._bos)
 
@@ -84,6 +91,10 @@ class Prompts:
             stream.append(token)
         stream.finish()
         return stream.take(), stream.offsets
+
+    def _check_length(self, field: str, text: str, most: int | None) -> None:
+        if most is not None and len(text) > max(most * self._longest, QUICK):
+            raise UserError(f"{field}: {len(text)} characters are more than the context of {most} tokens can hold")
 
     def _needed(self, field: str) -> Any:
         if self._tokenizer is None:

@@ -102,8 +102,9 @@ class Service:
         if len(prompts) > self.capacity:
             raise UserError(f"prompt: {len(prompts)} prompts in one request; at most {self.capacity} can wait")
         made = []
+        most = self.options.max_model_len if body.truncate_prompt_tokens is None else None
         for prompt in prompts:
-            ids = await self.prompts.text(prompt, special) if isinstance(prompt, str) else prompt
+            ids = await self.prompts.text(prompt, special, most) if isinstance(prompt, str) else prompt
             ids, cut = truncate(ids, body.truncate_prompt_tokens)
             made.append(Prompt(ids, cut, prompt if isinstance(prompt, str) else None))
         return made
@@ -113,7 +114,8 @@ class Service:
             raise UserError("add_special_tokens: the chat template prints all that is special; leave it out")
         if body.tool_choice == "none":
             body = body.model_copy(update={"tools": None})
-        return Prompt(*truncate(await self.prompts.chat(body), body.truncate_prompt_tokens))
+        most = self.options.max_model_len if body.truncate_prompt_tokens is None else None
+        return Prompt(*truncate(await self.prompts.chat(body, most), body.truncate_prompt_tokens))
 
     def model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "compress"}

@@ -29,6 +29,8 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": "x", "max_tokens": 1.5}, "max_tokens: ", "max_tokens"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": LENGTH}, "the limit of both is 512", "max_tokens"),
     (COMPLETIONS, {"prompt": "x" * LENGTH, "max_tokens": 1}, "prompt has 512 tokens", "prompt"),
+    (COMPLETIONS, {"prompt": "x" * 400_000}, "400000 characters are more than the context of 512", "prompt"),
+    (CHATS, {"messages": [{"role": "user", "content": "x" * 400_000}]}, "characters are more than", "messages"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"256": 1}}, "between 0 and 255, not 256", "logit_bias"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "keys must be token ids", "logit_bias"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 101}}, "between -100 and 100", "logit_bias"),
