@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from compress.arch import ModelSpec
-from compress.kernels.activation import silu_mul
 from compress.kernels.norm import rms_norm
 from compress.kernels.rotary import rotary_tables, rotate
 from compress.rope import attention_scaling, inverse_frequencies
@@ -67,7 +66,9 @@ class BlockForward:
 
     def mlp_output(self, x_TC: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The input of down_proj [T, intermediate]."""
-        return silu_mul(linear(x_TC, weights, "mlp.gate_proj"), linear(x_TC, weights, "mlp.up_proj"))
+        # in place, and before the other half exists: these are the widest activations of a block
+        gate_TI = F.silu(linear(x_TC, weights, "mlp.gate_proj"), inplace=True)
+        return gate_TI.mul_(linear(x_TC, weights, "mlp.up_proj"))
 
     def after_mlp(self, hidden_TC: torch.Tensor, gated: torch.Tensor, weights: Weights) -> torch.Tensor:
         return hidden_TC + linear(gated, weights, "mlp.down_proj")

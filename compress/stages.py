@@ -26,7 +26,7 @@ from compress.quant.scheme import Scheme
 from compress.recipe import QuantizeSettings, resolve_method
 from compress.selection import check_groups, select_linears
 
-CHUNK_TOKENS = 2048  # rows of one forward step: large enough for full matrix products, small enough for memory
+CHUNK_TOKENS = 1536  # rows of one forward step: large enough for full matrix products, small enough for memory
 
 
 @dataclass(frozen=True)
