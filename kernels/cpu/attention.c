@@ -9,23 +9,24 @@
 int compress_attention(int isa, int threads, const AttentionProblem *p)
 {
     const Kernels *kernels = kernels_of(isa);
+    const Batch *batch = p->batch;
     const int64_t group = p->heads / p->kv_heads;
     const int64_t heads = least(group, QUERY_ROWS), tokens = QUERY_ROWS / heads;
     const int64_t head_blocks = (group + heads - 1) / heads;
     int64_t blocks = 0;
-    for (int64_t i = 0; i < p->count; i++)
-        blocks += (p->requests[i].length + tokens - 1) / tokens;
+    for (int64_t i = 0; i < batch->count; i++)
+        blocks += (batch->requests[i].length + tokens - 1) / tokens;
     blocks *= p->kv_heads * head_blocks;
     QueryBlock *list = malloc(sizeof *list * (size_t)(blocks + 1));
     if (!list)
         return 1;
     QueryBlock *next = list;
-    for (int64_t i = 0; i < p->count; i++)
+    for (int64_t i = 0; i < batch->count; i++)
         /* the last tokens see the most keys: they come first, so that no thread is left with them */
-        for (int64_t last = p->requests[i].length; last > 0; last -= tokens)
+        for (int64_t last = batch->requests[i].length; last > 0; last -= tokens)
             for (int64_t k = 0; k < p->kv_heads; k++)
                 for (int64_t h = 0; h < group; h += heads)
-                    *next++ = (QueryBlock){&p->requests[i],       k, last > tokens ? last - tokens : 0,
+                    *next++ = (QueryBlock){&batch->requests[i],       k, last > tokens ? last - tokens : 0,
                                            least(last, tokens), k * group + h, least(heads, group - h)};
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && blocks > 1)
     for (int64_t i = 0; i < blocks; i++)

@@ -29,7 +29,7 @@ static void gather_rows(const AttentionProblem *p, const Cache *cache, const Que
                         Work *work)
 {
     static const float zeros[MAX_DIM];
-    const int32_t *pages = p->pages + block->request->table;
+    const int32_t *pages = p->batch->pages + block->request->table;
     for (int64_t j = 0; j < KEYS; j++) {
         const int64_t key = first + j;
         if (key >= stop) {
@@ -182,7 +182,7 @@ static inline __attribute__((always_inline)) void add_values(const AttentionProb
 static void ask_for(const AttentionProblem *p, const Cache *cache, const QueryBlock *block, int64_t first, int64_t stop)
 {
     static const int sizes[] = {4, 2, 2, 1, 1};
-    const int32_t *pages = p->pages + block->request->table;
+    const int32_t *pages = p->batch->pages + block->request->table;
     const int64_t bytes = sizes[cache->type];
     for (int64_t key = first; key < first + KEYS && key < stop; key++) {
         const int64_t at = pages[key / p->page_size] * cache->page + key % p->page_size * cache->slot;

@@ -28,6 +28,10 @@ class _Request(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in ("token", "length", "context", "table"))
 
 
+class _Batch(ctypes.Structure):
+    _fields_ = (("requests", ctypes.c_void_p), ("pages", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
 class _Cache(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -47,10 +51,9 @@ class _Problem(ctypes.Structure):
         ("q_head", ctypes.c_int64),
         ("keys", _Cache),
         ("values", _Cache),
-        ("requests", ctypes.c_void_p),
-        ("pages", ctypes.c_void_p),
+        ("batch", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("count", "heads", "kv_heads", "dim", "page_size", "window")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "page_size", "window")),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
     )
@@ -70,6 +73,7 @@ class CompiledAttention:
             table += len(pages)
         self._requests = (_Request * len(requests))(*requests)
         self._pages = torch.tensor([page for pages in queries.tables for page in pages], dtype=torch.int32)
+        self._batch = _Batch(ctypes.addressof(self._requests), self._pages.data_ptr(), len(requests))
 
     def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor:
         """[T, H, D], as PagedAttention; what the kernel does not take goes there."""
@@ -88,10 +92,8 @@ class CompiledAttention:
             q_head=q_THD.stride(1),
             keys=_cache(pages.keys_PSKD, pages.key_scales_PSK),
             values=_cache(pages.values_PSKD, pages.value_scales_PSK),
-            requests=ctypes.addressof(self._requests),
-            pages=self._pages.data_ptr(),
+            batch=ctypes.addressof(self._batch),
             sinks=pointer(sinks_H).value,
-            count=len(self._requests),
             heads=heads,
             kv_heads=pages.keys_PSKD.shape[2],
             dim=dim,

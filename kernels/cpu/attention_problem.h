@@ -1,4 +1,5 @@
-/* What attention.h and attention.c share; attention.py mirrors Request, Cache and AttentionProblem. */
+/* What attention.h and attention.c share; attention.py mirrors Request, Batch, Cache and
+ * AttentionProblem. */
 #ifndef COMPRESS_ATTENTION_PROBLEM_H
 #define COMPRESS_ATTENTION_PROBLEM_H
 #include <stdint.h>
@@ -13,8 +14,15 @@ typedef struct {
     int64_t token;   /* its first new token in the batch */
     int64_t length;  /* new tokens */
     int64_t context; /* all of its tokens up to the last new one */
-    int64_t table;   /* where its pages begin in `pages` */
+    int64_t table;   /* where its pages begin in the batch's `pages` */
 } Request;
+
+/* What changes from step to step. The problems of all layers point at one batch: it may be replaced between calls. */
+typedef struct {
+    const Request *requests;
+    const int32_t *pages;
+    int64_t count; /* of requests */
+} Batch;
 
 /* Keys or values: [P, S, K, D] by strides in elements, and their scales [P, S, K] (or NULL). */
 typedef struct {
@@ -30,10 +38,9 @@ typedef struct {
     float *out;     /* [T, H, D], contiguous */
     int64_t q_token, q_head;
     Cache keys, values;
-    const Request *requests;
-    const int32_t *pages;
+    const Batch *batch;
     const float *sinks; /* [H] or NULL */
-    int64_t count, heads, kv_heads, dim, page_size;
+    int64_t heads, kv_heads, dim, page_size;
     int64_t window;  /* 0: none */
     float scale, soft_cap; /* soft_cap 0: none */
 } AttentionProblem;

@@ -70,7 +70,8 @@ static void run(int isa)
     const int32_t pages[] = {3, 1, 2, 0, 5, 4, 7, 6};
     const Request request = {0, 5, 100, 0};
     const Cache keys = {cache, 0, 16 * 2 * 32, 2 * 32, 32, 0, 0, 0, PAGE_F32};
-    const AttentionProblem problem = {q, out, 6 * 32, 32, keys, keys, &request, pages, 0, 1, 6, 2, 32, 16, 50, 0.2f, 3.0f};
+    const Batch batch = {&request, pages, 1};
+    const AttentionProblem problem = {q, out, 6 * 32, 32, keys, keys, &batch, 0, 6, 2, 32, 16, 50, 0.2f, 3.0f};
     compress_attention(isa, 1, &problem);
     print_hash(out, sizeof out);
     printf("\n");
