@@ -1,15 +1,17 @@
 /* The C interface of paged attention. */
-#include "linear.h"
+#include "program.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 /* softmax(q K^T) V over the pages of each request. Blocks of queries are shared out among the threads. Returns 1 where
  * memory ran out. */
-int compress_attention(int isa, int threads, const AttentionProblem *p)
+int compress_attention(const AttentionCall *c)
 {
-    const Kernels *kernels = kernels_of(isa);
+    const AttentionProblem *p = &c->problem;
     const Batch *batch = p->batch;
+    const Kernels *kernels = kernels_of(c->call.isa);
+    const int threads = c->call.threads;
     const int64_t group = p->heads / p->kv_heads;
     const int64_t heads = least(group, QUERY_ROWS), tokens = QUERY_ROWS / heads;
     const int64_t head_blocks = (group + heads - 1) / heads;

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+from itertools import chain
 
+import numpy as np
 import torch
 
 from compress.kernels.attention import AttentionOptions, PagedAttention, PagedQueries
-from compress.kernels.cpu.build import library
-from compress.kernels.cpu.call import pointer
-from compress.kernels.cpu.isa import ISAS, Isa
+from compress.kernels.cpu.call import ATTENTION, Call, empty, head, pointer, run
+from compress.kernels.cpu.isa import Isa
 from compress.kernels.kv import Pages
 
 MAX_DIM = 256
@@ -59,21 +60,31 @@ class _Problem(ctypes.Structure):
     )
 
 
+class _AttentionCall(Call):
+    _fields_ = (("problem", _Problem),)
+
+
 class CompiledAttention:
     """Attention of one step: the batch's tables are laid out once, and serve every layer."""
 
     def __init__(self, queries: PagedQueries, isa: Isa) -> None:
         self._isa = isa
-        self._page_size = queries.page_size
-        self._reference = PagedAttention(queries)
+        self._batch = _Batch()  # what each layer's call points to: a replay of the call sees the next step's tables
+        self.update(queries)
+
+    def update(self, queries: PagedQueries) -> bool:
+        """Plan another step for the calls that are already recorded. A CPU takes any."""
         requests, token, table = [], 0, 0
         for length, context, pages in zip(queries.lengths, queries.contexts, queries.tables, strict=True):
-            requests.append(_Request(token, length, context, table))
+            requests.append((token, length, context, table))
             token += length
             table += len(pages)
-        self._requests = (_Request * len(requests))(*requests)
-        self._pages = torch.tensor([page for pages in queries.tables for page in pages], dtype=torch.int32)
-        self._batch = _Batch(ctypes.addressof(self._requests), self._pages.data_ptr(), len(requests))
+        self._queries = queries
+        self._requests = np.array(requests, dtype=np.int64).reshape(-1, len(_Request._fields_))
+        self._pages = np.fromiter(chain.from_iterable(queries.tables), dtype=np.int32, count=table)
+        self._batch.requests, self._batch.pages = self._requests.ctypes.data, self._pages.ctypes.data
+        self._batch.count = len(requests)
+        return True
 
     def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor:
         """[T, H, D], as PagedAttention; what the kernel does not take goes there."""
@@ -82,8 +93,8 @@ class CompiledAttention:
         alike = pages.keys_PSKD.shape[2:] == pages.values_PSKD.shape[2:] and pages.keys_PSKD.shape[3] == dim
         readable = _readable(pages.keys_PSKD) and _readable(pages.values_PSKD)
         if not (plain and alike and readable) or dim > MAX_DIM or dim % LANES:
-            return self._reference(q_THD, pages, options)
-        out_THD = torch.empty(q_THD.shape)
+            return PagedAttention(self._queries)(q_THD, pages, options)
+        out_THD = empty(*q_THD.shape)
         sinks_H = None if options.sinks_H is None else options.sinks_H.float().contiguous()
         problem = _Problem(
             q=q_THD.data_ptr(),
@@ -93,19 +104,16 @@ class CompiledAttention:
             keys=_cache(pages.keys_PSKD, pages.key_scales_PSK),
             values=_cache(pages.values_PSKD, pages.value_scales_PSK),
             batch=ctypes.addressof(self._batch),
-            sinks=pointer(sinks_H).value,
+            sinks=pointer(sinks_H),
             heads=heads,
             kv_heads=pages.keys_PSKD.shape[2],
             dim=dim,
-            page_size=self._page_size,
+            page_size=self._queries.page_size,
             window=options.window or 0,
             scale=1 / math.sqrt(dim) if options.scale is None else options.scale,
             soft_cap=options.soft_cap or 0.0,
         )
-        kernels = library()
-        assert kernels is not None, "prepared with the compiled kernels"
-        if kernels.compress_attention(ISAS.index(self._isa), torch.get_num_threads(), ctypes.byref(problem)):
-            raise MemoryError(f"no memory for attention over {q_THD.shape[0]} tokens")
+        run(_AttentionCall(*head(ATTENTION, self._isa), problem))
         return out_THD
 
 
@@ -118,7 +126,7 @@ def _cache(pages_PSKD: torch.Tensor, scales_PSK: torch.Tensor | None) -> _Cache:
     scale_page, scale_slot, scale_head = scales_PSK.stride() if scales_PSK is not None else (0, 0, 0)
     return _Cache(
         data=pages_PSKD.data_ptr(),
-        scales=pointer(scales_PSK).value,
+        scales=pointer(scales_PSK),
         page=page,
         slot=slot,
         head=head,

@@ -1,5 +1,5 @@
 /* The C interface: tokens are quantized once, then the panels of all parts are shared out among the threads. */
-#include "linear.h"
+#include "program.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -40,17 +40,19 @@ const Kernels *kernels_of(int isa)
 
 /* y[:, column of each part] = x * dequant(W)^T + bias, for x [m, k] and y [m, ...], both float32 with unit stride in a
  * row. All parts are of one kind, k, group and block. Returns 0, or 1 where memory ran out (nothing is computed then). */
-int compress_linear(int isa, int exact, int threads, const float *x, int64_t x_stride, float *y, int64_t y_stride, int m,
-                    int64_t k, int64_t block, int64_t group, const Part *parts, int count)
+int compress_linear(const LinearCall *c)
 {
-    Problem p = {.x = x, .y = y, .x_stride = x_stride, .y_stride = y_stride, .k = k, .m = m, .exact = exact};
+    const int64_t k = c->k, block = c->block, group = c->group;
+    const int m = (int)c->m, exact = c->call.variant, threads = c->call.threads, count = (int)c->count;
+    const Part *parts = c->parts;
+    Problem p = {.x = c->x, .y = c->y, .x_stride = c->x_stride, .y_stride = c->y_stride, .k = k, .m = m, .exact = exact};
     p.padded = (k + 15) / 16 * 16;
     p.block = block;
     p.blocks = (k + block - 1) / block;
     p.group = group;
     p.groups = (k + group - 1) / group;
 
-    const Kernels *kernels = kernels_of(isa);
+    const Kernels *kernels = kernels_of(c->call.isa);
     const int64_t rows = kernels->panels * ROWS;
     int64_t strips = 0;
     int asymmetric = 0;

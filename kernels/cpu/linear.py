@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from compress.kernels.cpu.build import library
-from compress.kernels.cpu.isa import ISAS, Isa
+from compress.kernels.cpu.call import LINEAR, Call, empty, head, run
+from compress.kernels.cpu.isa import Isa
 from compress.kernels.weights import PackedWeight
 
 ROWS = 16  # of a panel
@@ -37,6 +37,17 @@ class _Part(ctypes.Structure):
         ("column", ctypes.c_int64),
         ("kind", ctypes.c_int32),
         ("scale_type", ctypes.c_int32),
+    )
+
+
+class _LinearCall(Call):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("y", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("y_stride", "m", "k", "block", "group")),
+        ("parts", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
     )
 
 
@@ -70,26 +81,22 @@ class CompiledLinear:
             x_TI = x_TI.contiguous()
         if x_TI.shape[1] != self.in_features:
             raise ValueError(f"x has {x_TI.shape[1]} columns, the weight {self.in_features}")
-        y_TO = torch.empty(x_TI.shape[0], self.out_features)
-        kernels = library()
-        assert kernels is not None, "prepared with the compiled kernels"
-        failed = kernels.compress_linear(
-            ISAS.index(self.isa),
-            int(self.exact),
-            torch.get_num_threads(),
-            ctypes.c_void_p(x_TI.data_ptr()),
-            ctypes.c_int64(x_TI.stride(0)),
-            ctypes.c_void_p(y_TO.data_ptr()),
-            ctypes.c_int64(self.out_features),
-            x_TI.shape[0],
-            ctypes.c_int64(self.in_features),
-            ctypes.c_int64(self.block),
-            ctypes.c_int64(self.group),
-            self.parts,
-            len(self.parts),
+        y_TO = empty(x_TI.shape[0], self.out_features)
+        run(
+            _LinearCall(
+                *head(LINEAR, self.isa, int(self.exact)),
+                x_TI.data_ptr(),
+                x_TI.stride(0),
+                y_TO.data_ptr(),
+                self.out_features,
+                x_TI.shape[0],
+                self.in_features,
+                self.block,
+                self.group,
+                ctypes.addressof(self.parts),
+                len(self.parts),
+            )
         )
-        if failed:
-            raise MemoryError(f"no memory for a linear over {x_TI.shape[0]} tokens")
         return y_TO
 
 

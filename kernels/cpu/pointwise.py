@@ -5,18 +5,45 @@ Float32 with rows of a multiple of 16. Shapes: T tokens, C channels, H heads, D 
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
 
 from compress.kernels import activation, kv, norm, rotary
 from compress.kernels.activation import Gate
-from compress.kernels.cpu.build import library
-from compress.kernels.cpu.call import Float, Pointer, Size, pointer
-from compress.kernels.cpu.isa import ISAS, Isa
+from compress.kernels.cpu.call import GATE, HEAD_NORM, NORM, ROTATE, STORE, Call, empty, head, pointer, run
+from compress.kernels.cpu.isa import Isa
 from compress.kernels.kv import KVCache
 
 LANES = 16
+
+
+def _fields(pointers: str, sizes: str, floats: str = "") -> tuple[tuple[str, type], ...]:
+    types = ((pointers, ctypes.c_void_p), (sizes, ctypes.c_int64), (floats, ctypes.c_float))
+    return tuple((name, kind) for names, kind in types for name in names.split())
+
+
+class _NormCall(Call):
+    _fields_ = _fields("x residual total weight out", "x_stride residual_stride rows count", "eps")
+
+
+class _HeadNormCall(Call):
+    _fields_ = _fields("x weight out", "token_stride head_stride tokens heads dim", "eps")
+
+
+class _GateCall(Call):
+    _fields_ = _fields("x out", "x_stride rows count")
+
+
+class _RotateCall(Call):
+    _fields_ = _fields("x cos sin out", "token_stride head_stride tokens heads dim pairs")
+
+
+class _StoreCall(Call):
+    _fields_ = _fields(
+        "x pages slots", "token_stride head_stride page_stride slot_stride page_head page_size tokens heads dim"
+    )
 
 
 @dataclass(frozen=True)
@@ -29,12 +56,12 @@ class CompiledRows:
         """As norm.rms_norm, for x [T, C], or x [T, H, D] with a weight [H, D]."""
         if not _takes(x, weight):
             return norm.rms_norm(x, weight, eps, unit_offset)
-        out = torch.empty(x.shape)
+        out = empty(*x.shape)
         if x.dim() == 3:
-            _call(
-                "compress_head_norm", self.isa, pointer(x), Size(x.stride(0)), Size(x.stride(1)), pointer(weight),
-                pointer(out), Size(x.shape[0]), Size(x.shape[1]), Size(x.shape[2]), Float(eps), int(unit_offset),
-            )  # fmt: skip
+            run(_HeadNormCall(
+                *head(HEAD_NORM, self.isa, int(unit_offset)), x.data_ptr(), weight.data_ptr(), out.data_ptr(),
+                *x.stride()[:2], *x.shape, eps,
+            ))  # fmt: skip
         else:
             self._norm(x, None, None, weight, out, eps, unit_offset)
         return out
@@ -45,7 +72,7 @@ class CompiledRows:
         """As norm.add_rms_norm, for x and residual [T, C]."""
         if not (_takes(x, weight) and _takes(residual, weight) and x.dim() == 2 and x.shape == residual.shape):
             return norm.add_rms_norm(x, residual, weight, eps, unit_offset)
-        out, total = torch.empty(x.shape), torch.empty(x.shape)
+        out, total = empty(*x.shape), empty(*x.shape)
         self._norm(x, residual, total, weight, out, eps, unit_offset)
         return out, total
 
@@ -59,13 +86,11 @@ class CompiledRows:
         eps: float,
         unit_offset: bool,
     ) -> None:
-        rows, count = x_TC.shape
         residual_stride = 0 if residual_TC is None else residual_TC.stride(0)
-        _call(
-            "compress_norm", self.isa, pointer(x_TC), Size(x_TC.stride(0)), pointer(residual_TC), Size(residual_stride),
-            pointer(total_TC), pointer(weight_C), pointer(out_TC), Size(rows), Size(count), Float(eps),
-            int(unit_offset),
-        )  # fmt: skip
+        run(_NormCall(
+            *head(NORM, self.isa, int(unit_offset)), x_TC.data_ptr(), pointer(residual_TC), pointer(total_TC),
+            weight_C.data_ptr(), out_TC.data_ptr(), x_TC.stride(0), residual_stride, *x_TC.shape, eps,
+        ))  # fmt: skip
 
     def rotate(
         self, x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, interleaved: bool = False
@@ -76,12 +101,11 @@ class CompiledRows:
         whole = cos_TF.is_contiguous() and sin_TF.is_contiguous() and cos_TF.shape == sin_TF.shape
         if not (plain and whole and cos_TF.shape[0] == tokens and 2 * cos_TF.shape[1] <= dim):
             return rotary.rotate(x_THD, cos_TF, sin_TF, interleaved)
-        out_THD = torch.empty(x_THD.shape)
-        _call(
-            "compress_rotate", None, pointer(x_THD), Size(x_THD.stride(0)), Size(x_THD.stride(1)), pointer(cos_TF),
-            pointer(sin_TF), pointer(out_THD), Size(tokens), Size(heads), Size(dim), Size(cos_TF.shape[1]),
-            int(interleaved),
-        )  # fmt: skip
+        out_THD = empty(*x_THD.shape)
+        run(_RotateCall(
+            *head(ROTATE, self.isa, int(interleaved)), x_THD.data_ptr(), cos_TF.data_ptr(), sin_TF.data_ptr(),
+            out_THD.data_ptr(), *x_THD.stride()[:2], tokens, heads, dim, cos_TF.shape[1],
+        ))  # fmt: skip
         return out_THD
 
     def gated(self, x_T2I: torch.Tensor, gate: Gate) -> torch.Tensor:
@@ -90,11 +114,11 @@ class CompiledRows:
         plain = x_T2I.dtype == torch.float32 and x_T2I.stride(1) == 1 and channels % LANES == 0
         if gate == "gelu" or not plain:
             return activation.gated(x_T2I, gate)
-        out_TI = torch.empty(x_T2I.shape[0], channels)
-        _call(
-            "compress_gate", self.isa, pointer(x_T2I), Size(x_T2I.stride(0)), pointer(out_TI), Size(x_T2I.shape[0]),
-            Size(channels), int(gate == "gelu_tanh"),
-        )  # fmt: skip
+        out_TI = empty(x_T2I.shape[0], channels)
+        run(_GateCall(
+            *head(GATE, self.isa, int(gate == "gelu_tanh")), x_T2I.data_ptr(), out_TI.data_ptr(), x_T2I.stride(0),
+            x_T2I.shape[0], channels,
+        ))  # fmt: skip
         return out_TI
 
     def store(
@@ -111,23 +135,13 @@ class CompiledRows:
         if not (plain and fits and slots_T.dtype == torch.int64 and slots_T.is_contiguous()):
             kv.store(k_TKD, v_TKD, cache, layer, slots_T)
             return
-        kernels = library()
-        assert kernels is not None
         for x_TKD, pages_PSKD in ((k_TKD, pages.keys_PSKD), (v_TKD, pages.values_PSKD)):
-            kernels.compress_store(
-                pointer(x_TKD), *map(Size, x_TKD.stride()[:2]),
-                pointer(pages_PSKD), *map(Size, pages_PSKD.stride()[:3]), Size(pages_PSKD.shape[1]),
-                pointer(slots_T), *map(Size, x_TKD.shape),
-            )  # fmt: skip
+            run(_StoreCall(
+                *head(STORE, self.isa), x_TKD.data_ptr(), pages_PSKD.data_ptr(), slots_T.data_ptr(),
+                *x_TKD.stride()[:2], *pages_PSKD.stride()[:3], pages_PSKD.shape[1], *x_TKD.shape,
+            ))  # fmt: skip
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     plain = x.dtype == weight.dtype == torch.float32 and x.stride(-1) == 1 and weight.is_contiguous()
     return plain and x.shape[-1] % LANES == 0 and x.dim() in (2, 3) and x.shape[1:] == weight.shape
-
-
-def _call(name: str, isa: Isa | None, *arguments: Pointer | Size | Float | int) -> None:
-    kernels = library()
-    assert kernels is not None, "prepared with the compiled kernels"
-    first = () if isa is None else (ISAS.index(isa),)
-    getattr(kernels, name)(*first, torch.get_num_threads(), *arguments)
