@@ -19,11 +19,17 @@ from compress.kernels.mla import LatentPages
 class Attention(Protocol):
     """The paged attention of one step, planned once and run in every layer."""
 
+    def update(self, queries: PagedQueries) -> bool:
+        """Plan another step in the same memory, for calls that are recorded; False where it does not fit."""
+        ...
+
     def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor: ...
 
 
 class LatentAttention(Protocol):
     """The same over latents: [T, H, R]."""
+
+    def update(self, queries: PagedQueries) -> bool: ...
 
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor: ...
 

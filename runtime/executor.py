@@ -16,7 +16,8 @@ from compress.errors import UserError
 from compress.kernels.dispatch import path_of
 from compress.runtime.batch import Batch
 from compress.runtime.cache import PagedCache, allocate_cache, cache_formats, check_cache_fits, default_cache_tokens
-from compress.runtime.models.attend import full_attend, paged_attend
+from compress.runtime.graphs import Replays, recorder_for
+from compress.runtime.models.attend import full_attend, paged_attend, plan_attention
 from compress.runtime.models.load import load_model
 from compress.runtime.models.model import Model
 
@@ -31,13 +32,18 @@ class Executor:
         self.cache = cache
         self.page_size = page_size
         self.device = device
+        self.replays = Replays(recorder_for(model, cache, device))
 
     def run(self, batch: Batch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
         """Copy pages, then compute the batch's tokens into the cache; their hidden states [T, C] before the norm."""
         if copies:
             self.model.operations.copy_pages(self.cache, copies)
-        attend = paged_attend(self.model, self.cache.layers, batch.queries, batch.slots_T)
-        return self.model.hidden(batch.ids_T, batch.positions_T, attend)
+        replayed = self.replays.run(batch)
+        if replayed is not None:
+            return replayed
+        attention = plan_attention(self.model, batch.queries)
+        attend = paged_attend(self.model, self.cache.layers, attention, batch.slots_T)
+        return self.model.hidden(self.model.inputs(batch.ids_T, batch.positions_T), attend)
 
     def logits(self, hidden_TC: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """float32 logits [N, V] of some of the tokens of `run`."""
@@ -56,7 +62,7 @@ class Executor:
         sequences, length = ids_BS.shape
         attend = full_attend(self.model, sequences, length, self.device)
         positions_T = torch.arange(length, device=self.device).repeat(sequences)
-        hidden_TC = self.model.hidden(ids_BS.to(self.device).flatten(), positions_T, attend)
+        hidden_TC = self.model.hidden(self.model.inputs(ids_BS.to(self.device).flatten(), positions_T), attend)
         return self.model.final_norm(hidden_TC).unflatten(0, (sequences, length))
 
 

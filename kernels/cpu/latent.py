@@ -22,7 +22,12 @@ class CompiledLatentAttention:
 
     def __init__(self, queries: PagedQueries, isa: Isa) -> None:
         self._compiled = CompiledAttention(queries, isa)
-        self._reference = PagedLatentAttention(queries)
+        self._queries = queries
+
+    def update(self, queries: PagedQueries) -> bool:
+        """As CompiledAttention."""
+        self._queries = queries
+        return self._compiled.update(queries)
 
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor:
         """[T, H, R], as PagedLatentAttention."""
@@ -30,7 +35,7 @@ class CompiledLatentAttention:
         width = rank + q_THE.shape[2]
         joined_PS1X = _joined(pages, width)
         if joined_PS1X is None or width % LANES or width > MAX_DIM or q_THR.dtype != torch.float32:
-            return self._reference(q_THR, q_THE, pages, scale)
+            return PagedLatentAttention(self._queries)(q_THR, q_THE, pages, scale)
         q_THX = torch.cat((q_THR, q_THE), dim=2)
         out_THX = self._compiled(q_THX, Pages(joined_PS1X, joined_PS1X), AttentionOptions(scale=scale))
         return out_THX[..., :rank]

@@ -17,21 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from compress.kernels.cpu.build import library
 from compress.kernels.cpu.call import Call, noting
 
 ALIGNMENT = 64  # bytes: a vector of the widest registers lies in one line of the cache
-# what torch may do between the kernels: look at the same numbers in another shape
-_ATEN = torch.ops.aten
-VIEWS = frozenset(
-    (
-        _ATEN.alias, _ATEN.as_strided, _ATEN.detach, _ATEN.expand, _ATEN.permute, _ATEN.select, _ATEN.slice,
-        _ATEN.split, _ATEN.split_with_sizes, _ATEN.squeeze, _ATEN.t, _ATEN.transpose, _ATEN.unbind, _ATEN.unsqueeze,
-        _ATEN.view,
-    )
-)  # fmt: skip
 
 
 class NotRecordable(Exception):
@@ -43,11 +35,6 @@ class Program:
     output: torch.Tensor
     calls: tuple[Call, ...]
     addresses: ctypes.Array[ctypes.c_void_p]
-    memory: tuple[np.ndarray, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.memory)
 
     def replay(self) -> torch.Tensor:
         """The output, in the same memory each time. Raises MemoryError as the kernels."""
@@ -58,42 +45,56 @@ class Program:
         return self.output
 
 
-def record(function: Callable[[], torch.Tensor]) -> Program:
+def record(function: Callable[[], torch.Tensor], arena: Arena) -> Program:
     """Run a function and note the kernels that it calls. Raises NotRecordable.
 
-    The caller keeps what the function reads: weights, inputs, the records that calls point to.
+    The caller keeps what the function reads (weights, inputs, what calls point to) and the arena. Programs of one arena
+    lie in the same memory: each output is read before the next one is replayed.
     """
-    recording = _Recording()
+    recording = _Recording(arena, [])
     with noting(recording), _NothingElse():
         output = function()
     calls = tuple(recording.calls)
     addresses = (ctypes.c_void_p * len(calls))(*(ctypes.addressof(call) for call in calls))
-    return Program(output, calls, addresses, tuple(recording.blocks))
+    return Program(output, calls, addresses)
 
 
-class _Recording:
-    """The calls, and memory for their outputs: a block is used again when no tensor lies in it any more."""
+class Arena:
+    """Memory for what kernels write: a block is used again when no tensor lies in it any more."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.blocks: list[np.ndarray] = []
+        self._blocks: list[np.ndarray] = []
         self._free: list[tuple[int, int]] = []  # bytes and index of blocks, smallest first
 
-    def note(self, call: Call) -> None:
-        self.calls.append(call)
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
 
     def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         size = 4 * math.prod(shape)
         at = next((i for i, (held, _) in enumerate(self._free) if held >= size), None)
         if at is None:
-            index = len(self.blocks)
-            self.blocks.append(_aligned(size))
+            index = len(self._blocks)
+            self._blocks.append(_aligned(size))
         else:
             index = self._free.pop(at)[1]
-        numbers = self.blocks[index][:size].view(np.float32).reshape(shape)
+        numbers = self._blocks[index][:size].view(np.float32).reshape(shape)
         # torch holds this array for as long as a tensor, or a view of one, lies in it
-        weakref.finalize(numbers, insort, self._free, (self.blocks[index].nbytes, index))
+        weakref.finalize(numbers, insort, self._free, (self._blocks[index].nbytes, index))
         return torch.from_numpy(numbers)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    arena: Arena
+    calls: list[Call]
+
+    def note(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        with _disable_current_modes():
+            return self.arena.empty(shape)
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -103,9 +104,12 @@ def _aligned(size: int) -> np.ndarray:
 
 
 class _NothingElse(TorchDispatchMode):
-    """Refuses every computation by torch."""
+    """Refuses what torch computes: all but looking at the same numbers in another shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket not in VIEWS:
+        results = func(*args, **(kwargs or {}))
+        known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        made = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        if not made or func._schema.is_mutable or any(leaf.untyped_storage().data_ptr() not in known for leaf in made):
             raise NotRecordable(str(func))
-        return func(*args, **(kwargs or {}))
+        return results

@@ -5,29 +5,38 @@ Shapes: T tokens, H query heads, K KV heads, D head dim, R latent rank, E rotate
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from compress.kernels.attention import FullAttention, PagedQueries
 from compress.kernels.kv import KVCache
 from compress.kernels.mla import LatentPages
+from compress.kernels.operations import Attention, LatentAttention
 from compress.runtime.models.model import Attend, Model
 
 
-def paged_attend(model: Model, cache: KVCache, queries: PagedQueries, slots_T: torch.Tensor) -> Attend:
-    """Attention of one step, planned once: stores what the new tokens leave in their slots, then attends."""
-    operations, options = model.operations, model.attention
+def plan_attention(model: Model, queries: PagedQueries) -> Attention | LatentAttention:
+    """The paged attention of one step, for every layer."""
+    operations = model.operations
+    return (operations.latent_attention if model.cache_layout[0].latent else operations.attention)(queries)
+
+
+def paged_attend(model: Model, cache: KVCache, attention: Attention | LatentAttention, slots_T: torch.Tensor) -> Attend:
+    """What a layer calls in a step: stores what the new tokens leave in their slots, then attends."""
+    store, options = model.operations.store, model.attention
     if not model.cache_layout[0].latent:
-        paged = operations.attention(queries)
+        paged = cast(Attention, attention)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            operations.store(k, v, cache, layer, slots_T)
+            store(k, v, cache, layer, slots_T)
             return paged(q, cache.layer(layer), options[layer])
 
         return attend
-    latent = operations.latent_attention(queries)
+    latent = cast(LatentAttention, attention)
 
     def attend_latents(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        operations.store(k, v, cache, layer, slots_T)
+        store(k, v, cache, layer, slots_T)
         pages = cache.layer(layer)
         q_THR, q_THE = q.split((k.shape[2], v.shape[2]), dim=2)
         scale = options[layer].scale

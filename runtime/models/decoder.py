@@ -20,7 +20,7 @@ from compress.kernels.attention import AttentionOptions
 from compress.kernels.linear import Linear
 from compress.kernels.operations import Operations
 from compress.kernels.rotary import rotary_tables
-from compress.runtime.models.model import Attend, CacheLayout
+from compress.runtime.models.model import Attend, CacheLayout, Inputs
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,24 @@ class Decoder:
         head = 0 if self.spec.tied else self.head.nbytes
         return self.embedding_VC.nbytes + self.final_norm_C.nbytes + head + sum(block.nbytes for block in self.blocks)
 
-    def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states [T, C] before the final norm."""
+    def inputs(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> Inputs:
         hidden_TC = F.embedding(ids_T, self.embedding_VC).to(self.dtype)
         if self.embedding_scale is not None:
             hidden_TC = hidden_TC * self.embedding_scale
-        tables = [rotary_tables(r.inverse_F, positions_T, r.scaling, self.dtype) for r in self.rotations]
+        tables = (rotary_tables(r.inverse_F, positions_T, r.scaling, self.dtype) for r in self.rotations)
+        return Inputs(hidden_TC, tuple(tables))
+
+    def hidden(self, inputs: Inputs, attend: Attend) -> torch.Tensor:
+        """Hidden states [T, C] before the final norm."""
+        hidden_TC = inputs.embedded_TC
         update_TC = None  # what the last linear adds to the hidden states: summed where it is normalized
         for layer, block in enumerate(self.blocks):
             x_TC, hidden_TC = self._add(update_TC, hidden_TC, block.input_norm_C)
-            update_TC = block.attention(layer, x_TC, *tables[block.rotation], attend)
+            update_TC = block.attention(layer, x_TC, *inputs.rotations[block.rotation], attend)
             update_TC = self._norm(update_TC, block.attended_norm_C)
             x_TC, hidden_TC = self._add(update_TC, hidden_TC, block.forward_norm_C)
             update_TC = self._norm(block.feed_forward(x_TC), block.forwarded_norm_C)
-        return hidden_TC if update_TC is None else hidden_TC + update_TC
+        return self._add(update_TC, hidden_TC, self.final_norm_C)[1]  # the norm is of the rows that are looked at
 
     def _add(
         self, update_TC: torch.Tensor | None, hidden_TC: torch.Tensor, weight_C: torch.Tensor

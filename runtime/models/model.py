@@ -1,6 +1,7 @@
 """What the engine asks of a model, whatever its family.
 
-Shapes: T tokens, C hidden, V vocabulary, H query heads, K KV heads, D head dim, R latent rank, E rotated dimensions.
+Shapes: T tokens, C hidden, V vocabulary, H query heads, K KV heads, D head dim, F rotated pairs, R latent rank,
+E rotated dimensions.
 """
 
 from __future__ import annotations
@@ -23,6 +24,18 @@ class Attend(Protocol):
     """
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a pass over the blocks starts from: embedded tokens, and cos and sin [T, F] of each rotation."""
+
+    embedded_TC: torch.Tensor
+    rotations: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.embedded_TC, *(table for tables in self.rotations for table in tables))
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,9 @@ class Model(Protocol):
         """Bytes of the weights as they are held; a tied head counts once."""
         ...
 
-    def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def inputs(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> Inputs: ...
+
+    def hidden(self, inputs: Inputs, attend: Attend) -> torch.Tensor:
         """Hidden states [T, C] before the final norm."""
         ...
 
