@@ -35,6 +35,7 @@ class Program:
     output: torch.Tensor
     calls: tuple[Call, ...]
     addresses: ctypes.Array[ctypes.c_void_p]
+    arena: Arena  # held for what the calls write
 
     def replay(self) -> torch.Tensor:
         """The output, in the same memory each time. Raises MemoryError as the kernels."""
@@ -48,15 +49,15 @@ class Program:
 def record(function: Callable[[], torch.Tensor], arena: Arena) -> Program:
     """Run a function and note the kernels that it calls. Raises NotRecordable.
 
-    The caller keeps what the function reads (weights, inputs, what calls point to) and the arena. Programs of one arena
-    lie in the same memory: each output is read before the next one is replayed.
+    The caller keeps what the function reads: weights, inputs, what calls point to. Programs of one arena lie in the
+    same memory: an output is read before the next program is replayed.
     """
     recording = _Recording(arena, [])
     with noting(recording), _NothingElse():
         output = function()
     calls = tuple(recording.calls)
     addresses = (ctypes.c_void_p * len(calls))(*(ctypes.addressof(call) for call in calls))
-    return Program(output, calls, addresses)
+    return Program(output, calls, addresses, arena)
 
 
 class Arena:

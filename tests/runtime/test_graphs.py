@@ -1,0 +1,116 @@
+"""Recorded steps: the same bits as computed ones, for any company, and never of a model that they would compute wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.kernels.cpu.build import library
+from compress.runtime import graphs
+from compress.runtime.engine import Completion, Engine, SamplingParams
+from compress.runtime.graphs import Replays
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("llama"), "llama", **HEADS)
+
+
+def prompts() -> list[list[int]]:
+    """Of many lengths, so that requests join and end at different steps."""
+    return [[(7 * i + 11 * n) % 256 for i in range(3 + 9 * n)] for n in range(7)]
+
+
+def params() -> list[SamplingParams]:
+    return [
+        SamplingParams(max_tokens=6 + 5 * n, temperature=0.8 * (n % 2), seed=n, logprobs=2, ignore_eos=True)
+        for n in range(7)
+    ]
+
+
+def completions(engine: Engine) -> list[Completion]:
+    return engine.generate(prompts(), params())
+
+
+def without_recordings(directory: Path, **settings: object) -> Engine:
+    engine = Engine.load(directory, **settings)  # type: ignore[arg-type]
+    engine.executor.replays = Replays(None)
+    return engine
+
+
+@pytest.mark.parametrize("settings", [{}, {"page_size": 1}, {"max_batched_tokens": 9}, {"speculate": 3}])
+def test_replayed_steps_give_the_bits_of_computed_ones(directory: Path, settings: dict[str, int]) -> None:
+    expected = completions(without_recordings(directory, **settings))
+    engine = Engine.load(directory, **settings)  # type: ignore[arg-type]
+    for _ in range(3):  # the third time nearly every step has been recorded
+        assert completions(engine) == expected
+    assert engine.executor.replays.steps > 10
+    engine.scheduler.pool.check([])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {"head_dim": 16}),  # norms of heads
+        ("gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+        ("qwen2", {}),  # biases
+    ],
+)
+def test_families_are_replayed(family: str, changes: dict[str, object], tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, family, **changes)
+    expected = completions(without_recordings(source))
+    engine = Engine.load(source)
+    for _ in range(3):
+        assert completions(engine) == expected
+    assert engine.executor.replays.steps > 10
+
+
+@pytest.mark.parametrize("settings", [{"kv_dtype": "int8"}, {"dtype": torch.bfloat16}])
+def test_what_cannot_be_recorded_is_computed(directory: Path, settings: dict[str, object]) -> None:
+    """Torch quantizes keys, and rounds to bfloat16, between the compiled kernels."""
+    expected = completions(without_recordings(directory, **settings))
+    engine = Engine.load(directory, **settings)  # type: ignore[arg-type]
+    assert completions(engine) == completions(engine) == expected
+    assert engine.executor.replays.steps == 0
+
+
+def test_a_mixture_of_experts_is_not_recorded(tmp_path: Path) -> None:
+    """Which experts run differs from step to step."""
+    engine = Engine.load(tiny_model(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2))
+    completions(engine)
+    completions(engine)
+    assert engine.executor.replays.steps == 0
+
+
+def test_recordings_that_are_not_used_are_dropped(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "KEPT", 2)
+    expected = completions(without_recordings(directory))
+    engine = Engine.load(directory)
+    for _ in range(4):
+        assert completions(engine) == expected
+        assert len(engine.executor.replays._kept) <= 2
+
+
+def test_hidden_states_outlive_the_next_step(directory: Path) -> None:
+    """A proposer may keep what it was given."""
+    engine = Engine.load(directory)
+    request = engine.add([5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
+    run = engine.executor.run
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def watched(*arguments: object) -> torch.Tensor:
+        hidden_TC = run(*arguments)  # type: ignore[arg-type]
+        kept.append((hidden_TC, hidden_TC.clone()))
+        return hidden_TC
+
+    engine.executor.run = watched  # type: ignore[method-assign]
+    while request.status != "finished":
+        engine.step()
+    assert engine.executor.replays.steps >= 5
+    assert all(torch.equal(hidden_TC, copy_TC) for hidden_TC, copy_TC in kept)
