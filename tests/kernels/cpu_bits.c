@@ -1,19 +1,11 @@
 /* Prints a hash of the results of every compiled kernel for each instruction set: all lines are to be equal. */
-#include "linear.h"
+#include "program.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 int compress_supports(int isa);
-int compress_linear(int isa, int exact, int threads, const float *x, int64_t x_stride, float *y, int64_t y_stride, int m,
-                    int64_t k, int64_t block, int64_t group, const Part *parts, int count);
-int compress_attention(int isa, int threads, const AttentionProblem *p);
-void compress_norm(int isa, int threads, const float *x, int64_t x_stride, const float *residual,
-                   int64_t residual_stride, float *total, const float *weight, float *out, int64_t rows, int64_t count,
-                   float eps, int unit_offset);
-void compress_gate(int isa, int threads, const float *x, int64_t x_stride, float *out, int64_t rows, int64_t count,
-                   int gelu);
 
 enum { K = 576, N = 70, M = 13, G = 64, PANELS = 5 };
 
@@ -53,15 +45,15 @@ static void run(int isa)
             const int floats = kind >= KIND_BF16, exact = floats || (variant & 1);
             const Part part = {words,        widths[kind], N, floats ? 0 : scale, floats || variant < 2 ? 0 : zero, 0, 0, kind,
                                floats ? SCALE_NONE : SCALE_F32};
-            compress_linear(isa, exact, 1, x, K, y, N, M, K, 64, floats ? K : G, &part, 1);
+            compress_linear(&(LinearCall){{CALL_LINEAR, isa, 1, exact}, x, K, y, N, M, K, 64, floats ? K : G, &part, 1});
             print_hash(y, sizeof y);
         }
     }
-    compress_gate(isa, 1, x, K, gated, M, K / 2, 0);
+    compress_gate(&(GateCall){{CALL_GATE, isa, 1, 0}, x, gated, K, M, K / 2});
     print_hash(gated, sizeof gated / 2);
-    compress_gate(isa, 1, x, K, gated, M, K / 2, 1);
+    compress_gate(&(GateCall){{CALL_GATE, isa, 1, 1}, x, gated, K, M, K / 2});
     print_hash(gated, sizeof gated / 2);
-    compress_norm(isa, 1, x, K, x, K, total, weight, gated, M, K, 1e-5f, 1);
+    compress_norm(&(NormCall){{CALL_NORM, isa, 1, 1}, x, x, total, weight, gated, K, K, M, K, 1e-5f});
     print_hash(gated, sizeof gated);
     for (int i = 0; i < 8 * 16 * 2 * 32; i++)
         cache[i] = number();
@@ -72,7 +64,7 @@ static void run(int isa)
     const Cache keys = {cache, 0, 16 * 2 * 32, 2 * 32, 32, 0, 0, 0, PAGE_F32};
     const Batch batch = {&request, pages, 1};
     const AttentionProblem problem = {q, out, 6 * 32, 32, keys, keys, &batch, 0, 6, 2, 32, 16, 50, 0.2f, 3.0f};
-    compress_attention(isa, 1, &problem);
+    compress_attention(&(AttentionCall){{CALL_ATTENTION, isa, 1, 0}, problem});
     print_hash(out, sizeof out);
     printf("\n");
 }
