@@ -49,6 +49,36 @@ class PagedQueries:
     page_size: int
 
 
+def count_pages(context: int, page_size: int) -> int:
+    return -(-context // page_size)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The largest step of a plan whose memory serves many steps, one after the other.
+
+    Each of them has `tokens` rows. Those behind the requests' own belong to nobody, and their attention is zero.
+    """
+
+    requests: int
+    length: int  # new tokens of a request
+    context: int  # tokens of a request, up to its last new one
+    pages: int  # table entries of all requests together
+    windows: tuple[int | None, ...] = (None,)  # of all layers
+
+    @property
+    def tokens(self) -> int:
+        return self.requests * self.length
+
+    def fits(self, queries: PagedQueries) -> bool:
+        return (
+            len(queries.lengths) <= self.requests
+            and max(queries.lengths, default=0) <= self.length
+            and max(queries.contexts, default=0) <= self.context
+            and sum(count_pages(context, queries.page_size) for context in queries.contexts) <= self.pages
+        )
+
+
 @dataclass(frozen=True)
 class Span:
     """Neighbouring requests with L new tokens each, and the pages that they can see under one window."""
@@ -66,9 +96,18 @@ class Span:
 class PagedAttention:
     """Attention of one step, planned on the host once and run in every layer. The reference of the paged kernel."""
 
-    def __init__(self, queries: PagedQueries) -> None:
+    def __init__(self, queries: PagedQueries, capacity: Capacity | None = None) -> None:
         self._queries = queries
+        self._capacity = capacity
         self._plans: dict[int | None, list[Span]] = {}
+
+    def update(self, queries: PagedQueries) -> bool:
+        """As `operations.Attention`."""
+        if self._capacity is None or not self._capacity.fits(queries):
+            return False
+        self._queries = queries
+        self._plans.clear()
+        return True
 
     def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor:
         """[T, H, D] in the dtype of q. Quantized pages are dequantized to that dtype."""
@@ -77,7 +116,15 @@ class PagedAttention:
             group = q_THD.shape[1] // pages.keys_PSKD.shape[2]
             self._plans[window] = plan_spans(self._queries, window, group, q_THD.dtype, q_THD.device)
         parts = [_attend_span(q_THD[span.tokens], pages, span, options) for span in self._plans[window]]
-        return parts[0] if len(parts) == 1 else torch.cat([q_THD[:0], *parts])
+        return join_rows(parts, q_THD)
+
+
+def join_rows(parts: list[torch.Tensor], q_THD: torch.Tensor) -> torch.Tensor:
+    """The results of the requests one after the other, and zeros for the rows behind them."""
+    unused = len(q_THD) - sum(map(len, parts))
+    if unused:
+        parts = [*parts, torch.zeros_like(q_THD[:unused])]
+    return parts[0] if len(parts) == 1 else torch.cat([q_THD[:0], *parts])
 
 
 def plan_spans(
@@ -119,7 +166,7 @@ def _plan_span(
     contexts = queries.contexts[first:last]
     # the pages before the window of the oldest new token are not read at all
     skipped = [max(0, context - length - window + 1) // size if window else 0 for context in contexts]
-    used = [-(-context // size) for context in contexts]
+    used = [count_pages(context, size) for context in contexts]
     tables = [table[skip:stop] for table, skip, stop in zip(queries.tables[first:last], skipped, used, strict=True)]
     first_keys = [skip * size for skip in skipped]
     keys = max(context - first_key for context, first_key in zip(contexts, first_keys, strict=True))

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
 
-from compress.kernels.attention import PagedQueries
+from compress.kernels.attention import Capacity, PagedQueries, count_pages
 
 SHORT = 8  # new tokens of a request that is decoded or verified: few rows, so its keys are split among programs
 SPLITS = ((SHORT, 512), (128, 2048))  # keys of a split for requests of up to so many new tokens; longer ones have none
@@ -34,6 +33,16 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Which requests a launch takes, and how it cuts them."""
+
+    window: int | None
+    block_tokens: int
+    tile_keys: int
+    short: bool | None = None  # those of up to SHORT new tokens, the others, or (None) all
+
+
+@dataclass(frozen=True)
 class Work:
     """Columns of an item: first token, tokens, position of the first, first key, end of the keys, where the page table
     starts, first partial row or −1 for one that writes its result itself, first token (read again when it is needed
@@ -41,82 +50,145 @@ class Work:
     split, first split, end of the splits in that block's count.
     """
 
-    items_X8: torch.Tensor
-    reductions_Y5: torch.Tensor
+    items_X8: np.ndarray
+    reductions_Y5: np.ndarray
     partial_rows: int  # of [heads, D] that the items write between them
 
 
 @dataclass(frozen=True)
-class PageTables:
-    """Page tables one after the other, padded so that the tile after a request's last one finds page ids too."""
+class Room:
+    """How much work there may be."""
 
-    pages: torch.Tensor
-    starts_N: np.ndarray
+    items: int
+    reductions: int
+    partial_rows: int
 
-
-def flatten_tables(queries: PagedQueries, device: torch.device) -> PageTables:
-    """ValueError for pages whose size is no power of two: the kernels find a key's page by a shift."""
-    if queries.page_size & (queries.page_size - 1):
-        raise ValueError(f"pages of {queries.page_size} slots: the GPU kernels take powers of two")
-    padding = [0] * (2 * MAX_TILE_KEYS // queries.page_size + 1)  # page 0 exists; its slots are masked
-    widths = np.array([len(table) + len(padding) for table in queries.tables], dtype=np.int64)
-    flat = list(chain.from_iterable(chain(table, padding) for table in queries.tables))
-    return PageTables(torch.tensor(flat, dtype=torch.int32).to(device), np.cumsum(widths) - widths)
+    @staticmethod
+    def of(work: Work) -> Room:
+        return Room(len(work.items_X8), len(work.reductions_Y5), work.partial_rows)
 
 
-def plan_work(
-    queries: PagedQueries,
-    tables: PageTables,
-    window: int | None,
-    block_tokens: int,
-    tile_keys: int,
-    short: bool | None = None,
-) -> Work:
-    """The work of the requests of up to SHORT new tokens, of the others, or (None) of all, on the tables' device.
+def table_padding(page_size: int) -> int:
+    """Entries after a request's last one: the tile after its last tile finds page ids too."""
+    return 2 * MAX_TILE_KEYS // page_size + 1
 
-    Items with most keys come first: they take longest.
+
+def flatten_tables(queries: PagedQueries) -> tuple[np.ndarray, np.ndarray]:
+    """Page tables one after the other, padded, and where each starts.
+
+    ValueError for pages whose size is no power of two: the kernels find a key's page by a shift.
     """
-    lengths_N = np.array(queries.lengths, dtype=np.int64)
-    starts_N = np.cumsum(lengths_N) - lengths_N
-    chosen = lengths_N > 0
-    if short is not None:
-        chosen &= (lengths_N <= SHORT) == short
-    chosen = np.flatnonzero(chosen)
-    request, index = _repeat(chosen, -(-lengths_N[chosen] // block_tokens))
-    skipped = index * block_tokens
-    tokens = np.minimum(block_tokens, lengths_N[request] - skipped)
-    position = np.array(queries.contexts, dtype=np.int64)[request] - lengths_N[request] + skipped
-    first_key = np.zeros_like(position) if window is None else np.maximum(0, position - window + 1)
-    first_key -= first_key % tile_keys
-    end_key = position + tokens
-    size = np.select([lengths_N[request] <= limit for limit, _ in SPLITS], [size for _, size in SPLITS], UNSPLIT)
-    first_split = first_key // size
-    splits = -(-end_key // size) - first_split
-    partials = np.where(splits > 1, splits * tokens, 0)
+    size = queries.page_size
+    if size & (size - 1):
+        raise ValueError(f"pages of {size} slots: the GPU kernels take powers of two")
+    padding = [0] * table_padding(size)  # page 0 exists; its slots are masked
+    counts = [count_pages(context, size) for context in queries.contexts]
+    tables = (table[:count] for table, count in zip(queries.tables, counts, strict=True))
+    flat = np.array(list(chain.from_iterable(chain(table, padding) for table in tables)), dtype=np.int32)
+    widths = np.array(counts, dtype=np.int64) + len(padding)
+    return flat, np.cumsum(widths) - widths
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The new tokens of requests, a few at a time: one entry of each array for each block."""
+
+    first_token: np.ndarray
+    tokens: np.ndarray
+    position: np.ndarray  # of the first token
+    first_key: np.ndarray
+    table: np.ndarray  # where the request's page table starts
+    split_keys: np.ndarray  # keys of a split
+
+    @property
+    def first_split(self) -> np.ndarray:
+        return self.first_key // self.split_keys
+
+    @property
+    def splits(self) -> np.ndarray:
+        return -(-(self.position + self.tokens) // self.split_keys) - self.first_split
+
+
+def plan_work(queries: PagedQueries, table_starts_N: np.ndarray, cut: Cut, rows: int = 0) -> Work:
+    """Items with most keys come first: they take longest.
+
+    Of `rows` of the batch, those behind the requests' belong to nobody. Items without keys set them to zero, among the
+    work of short requests.
+    """
+    blocks = _cut_tokens(queries, table_starts_N, cut)
+    splits, first_split = blocks.splits, blocks.first_split
+    partials = np.where(splits > 1, splits * blocks.tokens, 0)
     partial = np.cumsum(partials) - partials
 
-    block, split = _repeat(np.arange(len(request)), splits)
-    low = (first_split[block] + split) * size[block]
-    start, end = np.maximum(first_key[block], low), np.minimum(end_key[block], low + size[block])
-    row = np.where(splits[block] > 1, partial[block] + split * tokens[block], -1)
-    first_token = starts_N[request] + skipped
-    columns = (first_token[block], tokens[block], position[block], start, end, tables.starts_N[request[block]], row)
-    items = np.stack([*columns, columns[0]], axis=1)
+    block, split = _repeat(np.arange(len(splits)), splits)
+    first_token, tokens, position = blocks.first_token[block], blocks.tokens[block], blocks.position[block]
+    size = blocks.split_keys[block]
+    low = (first_split[block] + split) * size
+    start, end = np.maximum(blocks.first_key[block], low), np.minimum(position + tokens, low + size)
+    row = np.where(splits[block] > 1, partial[block] + split * tokens, -1)
+    items = np.stack([first_token, tokens, position, start, end, blocks.table[block], row, first_token], axis=1)
     items = items[np.argsort(start - end, kind="stable")]
+    if cut.short is not False:
+        items = np.concatenate((items, _items_of_nobody(sum(queries.lengths), rows, cut.block_tokens)))
 
-    block, token = _repeat(np.flatnonzero(splits > 1), tokens[splits > 1])
-    shift = first_split[block] % REDUCED
-    base = partial[block] + token - shift * tokens[block]
-    reductions = np.stack([first_token[block] + token, base, tokens[block], shift, shift + splits[block]], axis=1)
-    device = tables.pages.device
-    return Work(_int32(items, device), _int32(reductions, device), int(partials.sum()))
+    block, token = _repeat(np.flatnonzero(splits > 1), blocks.tokens[splits > 1])
+    shift, step = first_split[block] % REDUCED, blocks.tokens[block]
+    base = partial[block] + token - shift * step
+    reductions = np.stack([blocks.first_token[block] + token, base, step, shift, shift + splits[block]], axis=1)
+    return Work(items.astype(np.int32), reductions.astype(np.int32), int(partials.sum()))
+
+
+def _cut_tokens(queries: PagedQueries, table_starts_N: np.ndarray, cut: Cut) -> _Blocks:
+    lengths_N = np.array(queries.lengths, dtype=np.int64)
+    starts_N = np.cumsum(lengths_N) - lengths_N
+    chosen_N = lengths_N > 0
+    if cut.short is not None:
+        chosen_N &= (lengths_N <= SHORT) == cut.short
+    chosen = np.flatnonzero(chosen_N)
+    request, index = _repeat(chosen, -(-lengths_N[chosen] // cut.block_tokens))
+    lengths, skipped = lengths_N[request], index * cut.block_tokens
+    position = np.array(queries.contexts, dtype=np.int64)[request] - lengths + skipped
+    first_key = np.zeros_like(position) if cut.window is None else np.maximum(0, position - cut.window + 1)
+    return _Blocks(
+        first_token=starts_N[request] + skipped,
+        tokens=np.minimum(cut.block_tokens, lengths - skipped),
+        position=position,
+        first_key=first_key - first_key % cut.tile_keys,
+        table=table_starts_N[request],
+        split_keys=np.select([lengths <= limit for limit, _ in SPLITS], [size for _, size in SPLITS], UNSPLIT),
+    )
+
+
+def _items_of_nobody(first: int, rows: int, block_tokens: int) -> np.ndarray:
+    token = np.arange(first, rows, block_tokens)
+    items = np.zeros((len(token), 8), dtype=np.int64)
+    items[:, 0] = items[:, 7] = token
+    items[:, 1] = np.minimum(block_tokens, rows - token)
+    items[:, 6] = -1
+    return items
+
+
+def room_for(capacity: Capacity, cut: Cut, page_size: int) -> Room:
+    """At least the work of every step within the capacity, whose rows are `capacity.tokens`."""
+    if cut.short is False and capacity.length <= SHORT:
+        return Room(0, 0, 0)
+    size = SPLITS[1 if cut.short is False else 0][1]
+    splits = -(-capacity.context // size)  # of a request's block
+    if cut.window is not None:
+        seen = cut.window + cut.block_tokens + cut.tile_keys  # more than the keys of a block
+        splits = min(splits, -(-seen // size) + 1)
+    # no more than the pages hold: a request has at most one split that is not full
+    total = min(capacity.requests * splits, capacity.pages * page_size // size + capacity.requests)
+    length = min(capacity.length, SHORT) if cut.short else capacity.length
+    # a request that is shorter leaves rows to nobody, in at most one block more
+    more = capacity.requests if capacity.length > 1 and cut.short is not False else 0
+    items = -(-capacity.length // cut.block_tokens) * total + more
+    if splits == 1:
+        return Room(items, 0, 0)
+    return Room(items, capacity.requests * length, length * total)
 
 
 def _repeat(values: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each value as often as its count says, and which repetition each is."""
     starts = np.cumsum(counts) - counts
     return np.repeat(values, counts), np.arange(counts.sum()) - np.repeat(starts, counts)
-
-
-def _int32(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(table.astype(np.int32)).to(device)

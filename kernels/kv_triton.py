@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels.attention_triton import strides
 from compress.kernels.kv import LIMITS, Cache, KVCache, Pages, is_static
-from compress.kernels.launch import Launch, run, unit_stride
+from compress.kernels.launch import Launch, run, strides, unit_stride
 from compress.kernels.token_quant_triton import encode_e4m3, encode_int8
 
 TILE = 2048  # elements of a program that stores

@@ -92,6 +92,11 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
+    """The arguments NAME_AXIS of a launch; zeros for a tensor that there is not."""
+    return {f"{name}_{axis}": 0 if tensor is None else tensor.stride(i) for i, axis in enumerate(axes)}
+
+
 def interpreting() -> bool:
     """Whether the environment asks Triton to interpret kernels, in Triton's words."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")

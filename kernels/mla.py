@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels.attention import PagedQueries, Span, gather, plan_spans
+from compress.kernels.attention import Capacity, PagedQueries, Span, gather, join_rows, plan_spans
 from compress.kernels.kv import Pages
 
 
@@ -61,16 +61,24 @@ def store_latents(c_TR: torch.Tensor, k_TE: torch.Tensor, pages: LatentPages, sl
 class PagedLatentAttention:
     """Latent attention of one step, planned once. The reference of the kernel."""
 
-    def __init__(self, queries: PagedQueries) -> None:
+    def __init__(self, queries: PagedQueries, capacity: Capacity | None = None) -> None:
         self._queries = queries
+        self._capacity = capacity
         self._spans: list[Span] | None = None
+
+    def update(self, queries: PagedQueries) -> bool:
+        """As `operations.LatentAttention`."""
+        if self._capacity is None or not self._capacity.fits(queries):
+            return False
+        self._queries, self._spans = queries, None
+        return True
 
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor:
         """[T, H, R] in the dtype of q."""
         if self._spans is None:
             self._spans = plan_spans(self._queries, None, q_THR.shape[1], torch.float32, q_THR.device)
         parts = [_attend_span(q_THR[span.tokens], q_THE[span.tokens], pages, span, scale) for span in self._spans]
-        return torch.cat([q_THR[:0], *parts])
+        return join_rows(parts, q_THR)
 
 
 def _attend_span(

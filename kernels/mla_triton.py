@@ -14,18 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels.attention import PagedQueries
-from compress.kernels.attention_triton import (
-    LOG2E,
-    Partials,
-    add_tile,
-    allocate_partials,
-    load_page_ids,
-    plan_reduction,
-    strides,
-)
-from compress.kernels.attention_work import Tile, Work, flatten_tables, plan_work
-from compress.kernels.launch import Launch, Target, run, target_of
+from compress.kernels.attention import Capacity, PagedQueries
+from compress.kernels.attention_kernel_triton import add_tile, divide_sums, load_page_ids
+from compress.kernels.attention_plan import DeviceWork, Partials, StepPlan
+from compress.kernels.attention_triton import LOG2E, plan_reduction
+from compress.kernels.attention_work import Cut, Tile
+from compress.kernels.launch import Launch, Target, run, strides, target_of
 from compress.kernels.mla import LatentPages, PagedLatentAttention
 
 
@@ -65,9 +59,12 @@ def _attend_latents(
     program = tl.program_id(0)
     item = items + (program // head_blocks).to(tl.int64) * 8
     token = tl.load(item).to(tl.int64)
+    tokens = tl.load(item + 1)
     first_key = tl.load(item + 3)
     end_key = tl.load(item + 4)  # a single token's keys end with itself: no more mask is needed
     table += tl.load(item + 5)
+    if tokens == 0:
+        return
 
     head = (program % head_blocks) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, KEYS)
@@ -101,7 +98,7 @@ def _attend_latents(
     partial = tl.load(item + 6).to(tl.int64)
     token = tl.load(item + 7).to(tl.int64)  # loaded anew: no register need hold it through the loop
     if partial < 0:
-        result = sums / total[:, None]
+        result = divide_sums(sums, total)
         out_at = out + token * out_t + head[:, None] * out_h + ranks[None, :]
         tl.store(out_at, result.to(out.dtype.element_ty), mask=used)
     else:
@@ -128,7 +125,7 @@ def plan_latent_attention(
     q_THE: torch.Tensor,
     pages: LatentPages,
     scale: float,
-    work: Work,
+    work: DeviceWork,
     table: torch.Tensor,
     tile: Tile,
     out_THR: torch.Tensor,
@@ -183,22 +180,29 @@ WIDEST_FLOAT32 = 128  # rank
 class PagedLatentAttentionTriton:
     """Latent attention of one step: what is to be done goes to the device once, and is used by every layer."""
 
-    def __init__(self, queries: PagedQueries, device: torch.device) -> None:
-        self._queries = queries
+    def __init__(self, queries: PagedQueries, device: torch.device, capacity: Capacity | None = None) -> None:
         self._target = target_of(device)
-        self._tables = flatten_tables(queries, device)
-        self._works: dict[Tile, Work] = {}
+        self._step = StepPlan(queries, device, capacity)
+
+    def update(self, queries: PagedQueries) -> bool:
+        """As `operations.LatentAttention`."""
+        return self._step.update(queries)
 
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor:
-        """[T, H, R] in the dtype of q. Wide float32 latents, too many registers, go to the reference."""
+        """[T, H, R] in the dtype of q; with a capacity, T is its tokens.
+
+        Wide float32 latents, too many registers, go to the reference. ValueError for them with a capacity: the
+        reference does not read its step from the device.
+        """
+        self._step.check_rows(len(q_THR))
         if q_THR.dtype == torch.float32 and q_THR.shape[2] > WIDEST_FLOAT32:
-            return PagedLatentAttention(self._queries)(q_THR, q_THE, pages, scale)
+            if self._step.capacity is not None:
+                raise ValueError(f"float32 latents of rank {q_THR.shape[2]}: with a capacity, at most {WIDEST_FLOAT32}")
+            return PagedLatentAttention(self._step.queries)(q_THR, q_THE, pages, scale)
         out_THR = torch.empty(q_THR.shape, dtype=q_THR.dtype, device=q_THR.device)
         tile = choose_latent_tile(q_THR, self._target)
-        if tile not in self._works:
-            self._works[tile] = plan_work(self._queries, self._tables, None, 1, tile.keys)
-        work = self._works[tile]
-        partials = allocate_partials(work.partial_rows, out_THR)
-        table = self._tables.pages
-        run(plan_latent_attention(q_THR, q_THE, pages, scale, work, table, tile, out_THR, partials, self._target))
+        cut = Cut(None, 1, tile.keys)
+        packed = self._step.packed([cut])
+        arguments = (packed.works[cut], packed.table, tile, out_THR, packed.partials(*q_THR.shape[1:]), self._target)
+        run(plan_latent_attention(q_THR, q_THE, pages, scale, *arguments))
         return out_THR

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from compress.kernels.attention import AttentionOptions, PagedQueries
+from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.kv import Pages
 from compress.kernels.mla import LatentPages
 
@@ -25,6 +25,16 @@ class Attention(Protocol):
 
     def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor: ...
 
+    def update(self, queries: PagedQueries) -> bool:
+        """Plan another step in the same memory; False, with nothing changed, where it is not within the capacity.
+
+        A plan without a capacity is of one step. With one, Triton's kernels find all that differs between steps at
+        fixed addresses in the device's memory, and their grids are fixed: a CUDA graph that holds calls of it computes
+        the step of the last update, which was made on the stream where the graph runs. A call of each shape of layer
+        has to come before the capture.
+        """
+        ...
+
 
 class LatentAttention(Protocol):
     """The same over latents: [T, H, R]."""
@@ -32,6 +42,16 @@ class LatentAttention(Protocol):
     def update(self, queries: PagedQueries) -> bool: ...
 
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor: ...
+
+    def update(self, queries: PagedQueries) -> bool: ...
+
+
+class PlanAttention(Protocol):
+    def __call__(self, queries: PagedQueries, capacity: Capacity | None = None) -> Attention: ...
+
+
+class PlanLatentAttention(Protocol):
+    def __call__(self, queries: PagedQueries, capacity: Capacity | None = None) -> LatentAttention: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,6 @@ class Operations:
     gated: Callable[..., torch.Tensor]  # activation.gated
     store: Callable[..., None]  # kv.store
     copy_pages: Callable[..., None]  # kv.copy_pages
-    attention: Callable[[PagedQueries], Attention]  # attention.PagedAttention
-    latent_attention: Callable[[PagedQueries], LatentAttention]  # mla.PagedLatentAttention
+    attention: PlanAttention  # attention.PagedAttention
+    latent_attention: PlanLatentAttention  # mla.PagedLatentAttention
     token_logprobs: Callable[..., object]  # logprob.token_logprobs

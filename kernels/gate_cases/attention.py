@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 
 from compress.kernels.attention import AttentionOptions, PagedQueries
-from compress.kernels.attention_triton import allocate_partials, choose_tile, plan_attention, plan_reduction
-from compress.kernels.attention_work import SHORT, flatten_tables, plan_work
+from compress.kernels.attention_plan import PackedWork
+from compress.kernels.attention_triton import choose_tile, plan_attention, plan_reduction
+from compress.kernels.attention_work import SHORT, Cut
 from compress.kernels.gate_case import Case
 from compress.kernels.kv import LIMITS, KVCache, Pages, static_scales
 from compress.kernels.kv_triton import plan_copy_pages, plan_store
@@ -60,40 +61,37 @@ def attention(
         # heads of queries, keys and values lie side by side, as a model computes them
         q = meta(2 * length, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
         pages = make_pages(page, kv_heads, head_dim, key, value, static)
-        queries = requests(length, page)
-        tables = flatten_tables(queries, META)
         tile = choose_tile(q, pages, target, length <= SHORT)
         chosen = options or AttentionOptions()
-        block = tile.rows // (heads // kv_heads)
-        work = plan_work(queries, tables, chosen.window, block, tile.keys, length <= SHORT)
+        cut = Cut(chosen.window, tile.rows // (heads // kv_heads), tile.keys, length <= SHORT)
+        packed = PackedWork(requests(length, page), [cut], META)
         out = meta(2 * length, heads, head_dim, dtype=dtype)
-        partials = allocate_partials(work.partial_rows, out)
-        return plan_attention(q, pages, chosen, work, tables.pages, tile, out, partials, target)
+        partials = packed.partials(heads, head_dim)
+        return plan_attention(q, pages, chosen, packed.works[cut], packed.table, tile, out, partials, target)
 
     return plan
 
 
 def latent(rank: int, page: int = 16) -> Callable[[Target], list[Launch]]:
     def plan(target: Target) -> list[Launch]:
-        queries = requests(1, page)
-        tables = flatten_tables(queries, META)
         q, q_rotated, cache = meta(2, 128, rank), meta(2, 128, 64), meta(PAGES, page, rank + 64)
         tile = choose_latent_tile(q, target)
-        work = plan_work(queries, tables, None, 1, tile.keys)
-        out = meta(2, 128, rank)
-        partials = allocate_partials(work.partial_rows, out)
+        cut = Cut(None, 1, tile.keys)
+        packed = PackedWork(requests(1, page), [cut], META)
         pages = LatentPages(cache[..., :rank], cache[..., rank:])
-        return plan_latent_attention(q, q_rotated, pages, 0.07, work, tables.pages, tile, out, partials, target)
+        work, partials = packed.works[cut], packed.partials(128, rank)
+        return plan_latent_attention(
+            q, q_rotated, pages, 0.07, work, packed.table, tile, meta(2, 128, rank), partials, target
+        )
 
     return plan
 
 
 def reduction(target: Target) -> list[Launch]:
     del target  # the same for all
-    queries = requests(1, 16)
-    work = plan_work(queries, flatten_tables(queries, META), None, 4, 32, True)
-    out = meta(2, 32, 128)
-    return [plan_reduction(work, allocate_partials(work.partial_rows, out), meta(32), out)]
+    cut = Cut(None, 4, 32, True)
+    packed = PackedWork(requests(1, 16), [cut], META)
+    return [plan_reduction(packed.works[cut], packed.partials(32, 128), meta(32), meta(2, 32, 128))]
 
 
 def storing(key: torch.dtype, value: torch.dtype, static: bool = False) -> Callable[[Target], list[Launch]]:

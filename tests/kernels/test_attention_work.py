@@ -1,24 +1,27 @@
-"""Every visible key of every token is in exactly one item, wherever the cuts fall."""
+"""Every visible key of every token is in exactly one item, wherever the cuts fall; and a capacity's room suffices."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.kernels.attention import PagedQueries
-from compress.kernels.attention_work import REDUCED, SHORT, flatten_tables, plan_work
-
-META, CPU = torch.device("meta"), torch.device("cpu")
+from compress.kernels.attention import Capacity, PagedQueries
+from compress.kernels.attention_work import REDUCED, SHORT, Cut, Work, flatten_tables, plan_work, room_for
 
 
 def make_queries(requests: list[tuple[int, int]], page_size: int) -> PagedQueries:
     tables = [list(range(7, 7 + -(-context // page_size))) for _, context in requests]
     return PagedQueries([r[0] for r in requests], [r[1] for r in requests], tables, page_size)
+
+
+def plan(queries: PagedQueries, cut: Cut, rows: int = 0) -> Work:
+    return plan_work(queries, flatten_tables(queries)[1], cut, rows)
 
 
 REQUESTS = st.lists(
@@ -33,7 +36,7 @@ def test_every_key_once(
 ) -> None:
     requests = [(length, length + past + (length == 0)) for length, past in drawn]
     queries = make_queries(requests, 16)
-    work = plan_work(queries, flatten_tables(queries, CPU), window, block_tokens, 32, short)
+    work = plan(queries, Cut(window, block_tokens, 32, short))
     chosen = [length for length, _ in requests if length and short in (None, length <= SHORT)]
     seen: dict[int, list[tuple[int, int]]] = {}
     rows: set[int] = set()
@@ -65,7 +68,7 @@ def test_every_key_once(
 def test_reductions_read_what_the_items_write(drawn: list[tuple[int, int]], window: int | None) -> None:
     requests = [(length, length + past + (length == 0)) for length, past in drawn]
     queries = make_queries(requests, 16)
-    work = plan_work(queries, flatten_tables(queries, CPU), window, 4, 32)
+    work = plan(queries, Cut(window, 4, 32))
     written: dict[int, list[tuple[int, int]]] = {}
     for token, tokens, _, start, _, _, partial, _ in work.items_X8.tolist():
         for offset in range(tokens if partial >= 0 else 0):
@@ -81,8 +84,8 @@ def test_reductions_read_what_the_items_write(drawn: list[tuple[int, int]], wind
 def test_cuts_of_a_request_do_not_depend_on_its_neighbours() -> None:
     alone = make_queries([(3, 1700)], 16)
     among = make_queries([(1, 9000), (3, 1700), (200, 200)], 16)
-    rows = plan_work(alone, flatten_tables(alone, CPU), None, 4, 32, True).items_X8[:, 1:5].tolist()
-    others = plan_work(among, flatten_tables(among, CPU), None, 4, 32, True).items_X8
+    rows = plan(alone, Cut(None, 4, 32, True)).items_X8[:, 1:5].tolist()
+    others = plan(among, Cut(None, 4, 32, True)).items_X8
     assert sorted(others[others[:, 0] == 1][:, 1:5].tolist()) == sorted(rows)
     assert len(rows) == 4
 
@@ -90,25 +93,86 @@ def test_cuts_of_a_request_do_not_depend_on_its_neighbours() -> None:
 def test_tables_are_padded_for_the_page_ids_that_are_loaded_ahead() -> None:
     for page_size in (1, 16, 64, 256):
         queries = make_queries([(1, 33), (1, 64)], page_size)
-        tables = flatten_tables(queries, CPU)
+        flat, starts_N = flatten_tables(queries)
         for index, context in enumerate(queries.contexts):
-            start = int(tables.starts_N[index])
+            start = int(starts_N[index])
             last_key = -(-context // 64) * 64 + 63  # of the tile behind the last
-            end = int([*tables.starts_N, len(tables.pages)][index + 1])
+            end = int([*starts_N, len(flat)][index + 1])
             assert start + last_key // page_size < end
-            own = tables.pages[start:end].tolist()
+            own = flat[start:end].tolist()
             assert own[: len(queries.tables[index])] == queries.tables[index]
             assert not any(own[len(queries.tables[index]) :])
 
 
-def test_plans_without_a_device() -> None:
-    queries = make_queries([(1, 2000), (0, 4)], 16)
-    tables = flatten_tables(queries, META)
-    work = plan_work(queries, tables, None, 4, 32, True)
-    assert (work.items_X8.device, work.items_X8.shape, work.partial_rows) == (META, (4, 8), 4)
-    assert plan_work(queries, tables, None, 4, 32, False).items_X8.shape == (0, 8)
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(
+    st.integers(1, 9),  # requests
+    st.integers(1, 3 * SHORT),  # new tokens
+    st.sampled_from([40, 512, 513, 3000]),  # context
+    st.sampled_from([None, 1, 600]),
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from([None, True, False]),
+    st.randoms(use_true_random=False),
+)
+def test_every_step_within_a_capacity_has_room(
+    requests: int, length: int, context: int, window: int | None, block_tokens: int, short: bool | None, random: Random
+) -> None:
+    """Often to the last item: the pages are those that the step needs, and requests of full size are drawn."""
+    lengths = [random.choice([0, 1, length, random.randint(0, length)]) for _ in range(random.randint(0, requests))]
+    contexts = [max(1, n, random.choice([context, random.randint(0, context)])) for n in lengths]
+    queries = make_queries(list(zip(lengths, contexts, strict=True)), 16)
+    capacity = Capacity(requests, length, max(context, length), sum(map(len, queries.tables)))
+    assert capacity.fits(queries)
+    cut = Cut(window, block_tokens, 32, short)
+    work, room = plan(queries, cut, capacity.tokens), room_for(capacity, cut, 16)
+    assert len(work.items_X8) <= room.items
+    assert len(work.reductions_Y5) <= room.reductions
+    assert work.partial_rows <= room.partial_rows
+
+
+def test_room_is_not_much_more_than_the_largest_step_needs() -> None:
+    queries = make_queries([(1, 3000)] * 4, 16)
+    capacity = Capacity(4, 1, 3000, sum(map(len, queries.tables)))
+    cut = Cut(None, 4, 32, True)
+    work, room = plan(queries, cut, capacity.tokens), room_for(capacity, cut, 16)
+    assert (room.items, room.reductions, room.partial_rows) == (24, 4, 24)
+    assert (len(work.items_X8), len(work.reductions_Y5), work.partial_rows) == (24, 4, 24)
+    assert room_for(replace(capacity, pages=130), cut, 16).items == 130 * 16 // 512 + 4  # 2,080 keys and no more
+    assert room_for(replace(capacity, context=512), cut, 16).partial_rows == 0
+    assert room_for(capacity, Cut(100, 4, 32, True), 16).items == 8
+
+
+def test_rows_of_nobody_are_each_in_one_item_without_keys() -> None:
+    queries = make_queries([(3, 40), (0, 7), (2, 900)], 16)
+    items = plan(queries, Cut(None, 4, 32, True), 16).items_X8
+    assert items[-3:].tolist() == [
+        [5, 4, 0, 0, 0, 0, -1, 5],
+        [9, 4, 0, 0, 0, 0, -1, 9],
+        [13, 3, 0, 0, 0, 0, -1, 13],
+    ]
+    assert (items[:-3, 4] > items[:-3, 3]).all()
+    assert not len(plan(queries, Cut(None, 4, 32, False), 16).items_X8)
+
+
+LARGEST = Capacity(requests=3, length=2, context=40, pages=6)
+
+
+@pytest.mark.parametrize(
+    ("requests", "fits"),
+    [
+        ([(2, 40), (1, 40)], True),
+        ([], True),
+        ([(1, 5), (0, 5), (2, 5)], True),
+        ([(1, 5)] * 4, False),
+        ([(3, 5)], False),
+        ([(1, 41)], False),
+        ([(1, 40), (1, 40), (1, 1)], False),
+    ],
+)
+def test_what_a_capacity_takes(requests: list[tuple[int, int]], fits: bool) -> None:
+    assert LARGEST.fits(make_queries(requests, 16)) == fits
 
 
 def test_pages_of_no_power_of_two_are_refused() -> None:
     with pytest.raises(ValueError, match="pages of 24 slots"):
-        flatten_tables(make_queries([(1, 30)], 24), CPU)
+        flatten_tables(make_queries([(1, 30)], 24))

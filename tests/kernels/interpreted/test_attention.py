@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compress.kernels.attention import AttentionOptions, PagedQueries
-from compress.kernels.attention_triton import PagedAttentionTriton, allocate_partials, choose_tile, plan_attention
-from compress.kernels.attention_work import SHORT, flatten_tables, plan_work
+from compress.kernels.attention_plan import PackedWork
+from compress.kernels.attention_triton import PagedAttentionTriton, choose_tile, plan_attention
+from compress.kernels.attention_work import SHORT, Cut
 from compress.kernels.kv import Pages, static_scales
 from compress.kernels.launch import Target, run
 from tests.kernels.paged_batches import PagedBatch, expected, make_batch
@@ -158,13 +159,12 @@ def _attend_on(batch: PagedBatch, target: Target, spare_rows: int = 0) -> torch.
     """As if on another target, into rows of NaN of which some are spare."""
     tokens, heads, head_dim = batch.q_THD.shape
     out = torch.full((tokens + spare_rows, heads, head_dim), torch.nan, dtype=batch.q_THD.dtype)
-    tables = flatten_tables(batch.queries, CPU)
     for short in (True, False):
         tile = choose_tile(batch.q_THD, batch.pages, target, short)
-        block = tile.rows * batch.pages.keys_PSKD.shape[2] // heads
-        work = plan_work(batch.queries, tables, None, block, tile.keys, short)
-        partials = allocate_partials(work.partial_rows, out)
-        run(plan_attention(batch.q_THD, batch.pages, PLAIN, work, tables.pages, tile, out, partials, target))
+        cut = Cut(None, tile.rows * batch.pages.keys_PSKD.shape[2] // heads, tile.keys, short)
+        packed = PackedWork(batch.queries, [cut], CPU)
+        arguments = (packed.works[cut], packed.table, tile, out, packed.partials(heads, head_dim), target)
+        run(plan_attention(batch.q_THD, batch.pages, PLAIN, *arguments))
     return out
 
 

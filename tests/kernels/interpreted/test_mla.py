@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from compress.kernels.attention import PagedQueries
-from compress.kernels.attention_triton import allocate_partials
-from compress.kernels.attention_work import flatten_tables, plan_work
+from compress.kernels.attention_plan import PackedWork
+from compress.kernels.attention_work import Cut
 from compress.kernels.launch import Target, run
 from compress.kernels.mla import LatentPages
 from compress.kernels.mla_triton import PagedLatentAttentionTriton, choose_latent_tile, plan_latent_attention
@@ -69,12 +69,12 @@ def test_results_are_the_same_bits_alone_and_in_a_batch() -> None:
 def test_rows_of_no_request_are_left_as_they_are() -> None:
     batch = latent_batch([(1, 37), (2, 530)], 16, 4, 64, 16, torch.float32, blank=NAN)
     target = Target("cuda", 90)
-    tile, tables = choose_latent_tile(batch.q_THR, target), flatten_tables(batch.queries, CPU)
-    work = plan_work(batch.queries, tables, None, 1, tile.keys)
+    tile = choose_latent_tile(batch.q_THR, target)
+    cut = Cut(None, 1, tile.keys)
+    packed = PackedWork(batch.queries, [cut], CPU)
     out = torch.full((5, 4, 64), NAN)
-    partials = allocate_partials(work.partial_rows, out)
-    arguments = (batch.q_THR, batch.q_THE, batch.pages, 0.1, work, tables.pages, tile, out, partials, target)
-    run(plan_latent_attention(*arguments))
+    arguments = (packed.works[cut], packed.table, tile, out, packed.partials(4, 64), target)
+    run(plan_latent_attention(batch.q_THR, batch.q_THE, batch.pages, 0.1, *arguments))
     check(out[:3], batch, 0.1)
     assert out[3:].isnan().all()
 
