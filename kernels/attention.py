@@ -103,7 +103,7 @@ class PagedAttention:
 
     def update(self, queries: PagedQueries) -> bool:
         """As `operations.Attention`."""
-        if self._capacity is None or not self._capacity.fits(queries):
+        if self._capacity is not None and not self._capacity.fits(queries):
             return False
         self._queries = queries
         self._plans.clear()

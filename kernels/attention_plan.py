@@ -101,7 +101,8 @@ class PackedWork:
             section[array.size :] = 0
         self.buffer.copy_(self._staging, non_blocking=True)
         if self.buffer.device.type == "cuda":
-            self._copied = torch.cuda.current_stream(self.buffer.device).record_event()
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self.buffer.device))
 
 
 class StepPlan:

@@ -24,7 +24,7 @@ def choose_tile(q_THD: torch.Tensor, pages: Pages, target: Target, short: bool) 
     """By head dim, formats and target alone: what the requests are like must not change it, beyond being short."""
     dims = triton.next_power_of_2(q_THD.shape[2])
     width = max(pages.keys_PSKD.itemsize, pages.values_PSKD.itemsize)
-    group_rows = triton.next_power_of_2(q_THD.shape[1] // pages.keys_PSKD.shape[2])
+    group_rows = int(triton.next_power_of_2(q_THD.shape[1] // pages.keys_PSKD.shape[2]))
     if q_THD.dtype == torch.float32:
         rows = max(16, group_rows)
         return Tile(rows, keys=16 if dims > 64 else 32, warps=8 if rows * dims > 16 * 64 else 4, stages=2)

@@ -68,7 +68,7 @@ class PagedLatentAttention:
 
     def update(self, queries: PagedQueries) -> bool:
         """As `operations.LatentAttention`."""
-        if self._capacity is None or not self._capacity.fits(queries):
+        if self._capacity is not None and not self._capacity.fits(queries):
             return False
         self._queries, self._spans = queries, None
         return True

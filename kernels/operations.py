@@ -19,27 +19,21 @@ from compress.kernels.mla import LatentPages
 class Attention(Protocol):
     """The paged attention of one step, planned once and run in every layer."""
 
-    def update(self, queries: PagedQueries) -> bool:
-        """Plan another step in the same memory, for calls that are recorded; False where it does not fit."""
-        ...
-
     def __call__(self, q_THD: torch.Tensor, pages: Pages, options: AttentionOptions) -> torch.Tensor: ...
 
     def update(self, queries: PagedQueries) -> bool:
-        """Plan another step in the same memory; False, with nothing changed, where it is not within the capacity.
+        """Plan another step in the same memory, for calls that are recorded; False, with nothing changed, where it
+        does not fit: beyond the capacity, or on a GPU without one.
 
-        A plan without a capacity is of one step. With one, Triton's kernels find all that differs between steps at
-        fixed addresses in the device's memory, and their grids are fixed: a CUDA graph that holds calls of it computes
-        the step of the last update, which was made on the stream where the graph runs. A call of each shape of layer
-        has to come before the capture.
+        With a capacity, Triton's kernels read all that differs between steps at fixed addresses on the device, and
+        their grids are fixed. A CUDA graph that holds calls of a plan computes the step of its last update, which has
+        to be made on the graph's stream. A call for each shape of layer, for any window, has to precede the capture.
         """
         ...
 
 
 class LatentAttention(Protocol):
     """The same over latents: [T, H, R]."""
-
-    def update(self, queries: PagedQueries) -> bool: ...
 
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor: ...
 

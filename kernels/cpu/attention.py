@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from compress.kernels.attention import AttentionOptions, PagedAttention, PagedQueries
+from compress.kernels.attention import AttentionOptions, Capacity, PagedAttention, PagedQueries
 from compress.kernels.cpu.call import ATTENTION, Call, empty, head, pointer, run
 from compress.kernels.cpu.isa import Isa
 from compress.kernels.kv import Pages
@@ -67,19 +67,23 @@ class _AttentionCall(Call):
 class CompiledAttention:
     """Attention of one step: the batch's tables are laid out once, and serve every layer."""
 
-    def __init__(self, queries: PagedQueries, isa: Isa) -> None:
-        self._isa = isa
+    def __init__(self, queries: PagedQueries, isa: Isa, capacity: Capacity | None = None) -> None:
+        self._isa: Isa = isa
+        self._capacity = capacity
         self._batch = _Batch()  # what each layer's call points to: a replay of the call sees the next step's tables
         self.update(queries)
 
     def update(self, queries: PagedQueries) -> bool:
-        """Plan another step for the calls that are already recorded. A CPU takes any."""
+        """Plan another step for the calls that are already recorded. Without a capacity, any."""
+        if self._capacity is not None and not self._capacity.fits(queries):
+            return False
         requests, token, table = [], 0, 0
         for length, context, pages in zip(queries.lengths, queries.contexts, queries.tables, strict=True):
             requests.append((token, length, context, table))
             token += length
             table += len(pages)
         self._queries = queries
+        self._rows = token
         self._requests = np.array(requests, dtype=np.int64).reshape(-1, len(_Request._fields_))
         self._pages = np.fromiter(chain.from_iterable(queries.tables), dtype=np.int32, count=table)
         self._batch.requests, self._batch.pages = self._requests.ctypes.data, self._pages.ctypes.data
@@ -114,6 +118,8 @@ class CompiledAttention:
             soft_cap=options.soft_cap or 0.0,
         )
         run(_AttentionCall(*head(ATTENTION, self._isa), problem))
+        if self._rows < len(out_THD):
+            out_THD[self._rows :] = 0  # rows of no request
         return out_THD
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from compress.kernels.attention import AttentionOptions, PagedQueries
+from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.cpu.attention import LANES, MAX_DIM, CompiledAttention
 from compress.kernels.cpu.isa import Isa
 from compress.kernels.kv import Pages
@@ -20,14 +20,16 @@ from compress.kernels.mla import LatentPages, PagedLatentAttention
 class CompiledLatentAttention:
     """Latent attention of one step."""
 
-    def __init__(self, queries: PagedQueries, isa: Isa) -> None:
-        self._compiled = CompiledAttention(queries, isa)
+    def __init__(self, queries: PagedQueries, isa: Isa, capacity: Capacity | None = None) -> None:
+        self._compiled = CompiledAttention(queries, isa, capacity)
         self._queries = queries
 
     def update(self, queries: PagedQueries) -> bool:
         """As CompiledAttention."""
+        if not self._compiled.update(queries):
+            return False
         self._queries = queries
-        return self._compiled.update(queries)
+        return True
 
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor:
         """[T, H, R], as PagedLatentAttention."""

@@ -175,7 +175,7 @@ def test_what_a_capacity_does_not_plan_is_refused() -> None:
     plan = PagedAttentionTriton(batch.queries, CPU, Capacity(1, 1, 40, 3, (None, 20)))
     with pytest.raises(ValueError, match=r"window 30 .* \(None, 20\)"):
         plan(batch.q_THD, batch.pages, AttentionOptions(window=30))
-    with pytest.raises(ValueError, match="2 rows .* of 1"):
+    with pytest.raises(ValueError, match=r"2 rows .* of 1"):
         plan(batch.q_THD.repeat(2, 1, 1), batch.pages, LAYERS[0])
     latents = latent_batch([(1, 40)], 16, 2, 144, 16)
     wide = PagedLatentAttentionTriton(latents.queries, CPU, Capacity(1, 1, 40, 3))
