@@ -19,5 +19,5 @@ class RunError(Exception):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'lm_head'?` where a known name is close to `name`, else the empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,8 @@
 """What the hardware allows: bytes and FLOPs of a model → the least time a token can take.
 
-A decode step reads every weight once and the KV cache of each sequence, and multiplies each weight once for each
-sequence: t ≥ max(bytes / bandwidth, FLOPs / peak) (the roofline of Williams et al. 2009, doi:10.1145/1498765.1498785).
+A decode step reads every weight once (of a mixture of experts, those that its tokens go to) and the KV cache of each
+sequence, and multiplies each weight once for each sequence that meets it: t ≥ max(bytes / bandwidth, FLOPs / peak) (the
+roofline of Williams et al. 2009, doi:10.1145/1498765.1498785).
 Nothing runs faster than this; good GPU stacks reach 70–85 % of it. Bytes are bytes and GB is 10⁹ bytes throughout.
 """
 
@@ -72,12 +73,16 @@ def uniform(spec: ModelSpec, scheme: Scheme | None) -> dict[str, Scheme | None]:
     return {name: None if name == HEAD else scheme for name in spec.linears()}
 
 
-def weight_bytes_per_step(spec: ModelSpec, schemes: Schemes, dense_bits: int = DENSE_BITS) -> float:
-    """Weight bytes read by a decode step: everything but the embedding, of which one row per sequence is read.
+def weight_bytes_per_step(
+    spec: ModelSpec, schemes: Schemes, dense_bits: int = DENSE_BITS, tokens: float = math.inf
+) -> float:
+    """Weight bytes that a step of so many tokens reads: all but the embedding, of which one row per sequence is read.
 
-    A tied head is read whole, so it counts although it is not stored.
+    A tied head is read whole, so it counts although it is not stored. Of a mixture, the experts that the tokens are
+    expected to go to (`Experts.touched`); all of them by default.
     """
     linears = spec.linears()
+    touched = 1.0 if spec.experts is None else spec.experts.touched(tokens)
     small = sum(
         math.prod(shape)
         for name, shape in spec.tensors().items()
@@ -86,12 +91,13 @@ def weight_bytes_per_step(spec: ModelSpec, schemes: Schemes, dense_bits: int = D
     bits = float(small * dense_bits)
     for name, (rows, columns) in linears.items():
         scheme = schemes.get(name)
-        bits += rows * columns * (scheme.bits_per_weight(columns) if scheme else dense_bits)
+        share = touched if is_expert(name) else 1.0
+        bits += share * rows * columns * (scheme.bits_per_weight(columns) if scheme else dense_bits)
     return bits / 8
 
 
 def stored_weight_bytes(spec: ModelSpec, schemes: Schemes, dense_bits: int = DENSE_BITS) -> float:
-    """Weight bytes that stay in memory: what a step reads, and the embedding unless the head is the same tensor."""
+    """Weight bytes that stay in memory: all that steps read, and the embedding unless the head is the same tensor."""
     embedding = 0 if spec.tied else spec.vocab * spec.hidden
     return weight_bytes_per_step(spec, schemes, dense_bits) + embedding * dense_bits / 8
 
@@ -121,14 +127,15 @@ def predict(
     kv_bits: int = DENSE_BITS,
 ) -> Prediction:
     """The roofline of decode and prefill; linears that `schemes` leaves out are `dense_bits` wide."""
-    weights = weight_bytes_per_step(spec, schemes, dense_bits)
+    weights = weight_bytes_per_step(spec, schemes, dense_bits, batch)
     cached = sum(min(context, window or context) for window in spec.windows)
     kv = batch * cached * kv_bytes_per_token(spec, kv_bits) / spec.layers
     bytes_per_step = weights + kv + batch * spec.hidden * dense_bits / 8
     reading = bytes_per_step / hardware.bandwidth
     multiplying = batch * _decode_flops(spec, context) / hardware.flops
     seconds = max(reading, multiplying)
-    prefill = max(prefill_flops(spec, context) / hardware.flops, weights / hardware.bandwidth)
+    reading_once = weight_bytes_per_step(spec, schemes, dense_bits, context) / hardware.bandwidth
+    prefill = max(prefill_flops(spec, context) / hardware.flops, reading_once)
     memory = stored_weight_bytes(spec, schemes, dense_bits) + kv
     return Prediction(
         batch=batch,
@@ -143,9 +150,15 @@ def predict(
     )
 
 
-def block_weights(spec: ModelSpec) -> int:
-    """Weights in the linears of all blocks: each costs two FLOPs per token."""
-    return sum(rows * columns for name, (rows, columns) in spec.linears().items() if name != HEAD)
+def block_weights(spec: ModelSpec) -> float:
+    """Weights in the linears of all blocks that a token meets, so not all experts: each costs it two FLOPs."""
+    met = 1.0 if spec.experts is None else spec.experts.touched(1)
+    shapes = spec.linears().items()
+    return sum(rows * columns * (met if is_expert(name) else 1) for name, (rows, columns) in shapes if name != HEAD)
+
+
+def is_expert(linear: str) -> bool:
+    return ".experts." in linear
 
 
 def attention_flops(spec: ModelSpec, tokens: int) -> float:

@@ -92,6 +92,13 @@ class Experts:
     module: str  # "mlp", or "block_sparse_moe" where that is how a checkpoint spells it
     names: tuple[str, str, str]  # gate, up and down of one expert
 
+    def touched(self, tokens: float) -> float:
+        """The expected share of experts that so many tokens go to, where each is as likely: 1 − (1 − k/E)ⁿ.
+
+        Real routers favour some experts, and tokens of one text agree: then it is less.
+        """
+        return 1 - (1 - self.per_token / self.count) ** tokens
+
     def router(self, fused: bool) -> str:
         return f"{'mlp' if fused else self.module}.gate"
 

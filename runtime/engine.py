@@ -26,6 +26,7 @@ from compress.runtime.outcome import Outcome, choose_tokens, score_prompts
 from compress.runtime.pages import PagePool
 from compress.runtime.request import FinishReason, Request, SamplingParams, TokenLogprobs, request_key
 from compress.runtime.scheduler import Scheduler
+from compress.runtime.settings import as_path, check_dtype, check_sizes, check_switches, check_texts, given
 from compress.runtime.stats import Stats
 from compress.runtime.text import Pieces, TextStream
 from compress.runtime.tokenizer import has_tokenizer, load_tokenizer, read_eos_ids
@@ -66,13 +67,13 @@ class Engine:
         keeps them in `dtype`: slower, and what the checkpoint means. `kv_dtype` is the format of the cache (cache.py).
         `speculate` is the most tokens to draft at a time, by the model `draft` or else from the text itself.
         """
-        path = Path(path)
+        path = as_path("path", path)
+        check_dtype(dtype)
+        check_texts({"device": device} | given({"kv_dtype": kv_dtype}))
+        check_switches({"prefix_caching": prefix_caching, "exact": exact})
         sizes = {"page_size": page_size, "max_batched_tokens": max_batched_tokens, "max_running": max_running}
-        if max_tokens_in_cache is not None:
-            sizes["max_tokens_in_cache"] = max_tokens_in_cache
-        for name, size in sizes.items():
-            if size < 1:
-                raise UserError(f"{name} must be at least 1, not {size}")
+        check_sizes(sizes | given({"max_tokens_in_cache": max_tokens_in_cache, "speculate": speculate}))
+        draft = None if draft is None else as_path("draft", draft)
         executor = load_executor(path, find_device(device), dtype, max_tokens_in_cache, page_size, exact, kv_dtype)
         pool = PagePool(executor.cache.written[0].shape[0], page_size, prefix_caching)
         windows = [options.window for options in executor.model.attention]
@@ -97,6 +98,11 @@ class Engine:
     @property
     def embedding_bytes(self) -> int:
         return self.executor.model.embedding_VC.nbytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the experts of a mixture, among `weight_bytes`; 0 in a dense model."""
+        return self.executor.model.expert_bytes
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -133,8 +139,7 @@ class Engine:
 
     def fork(self, prompt: str | Sequence[int], params: SamplingParams, n: int) -> list[Request]:
         """Queue `n` samples of one prompt, which is computed once. Raises UserError as `add`."""
-        if n < 1:
-            raise UserError(f"n must be at least 1, not {n}")
+        check_sizes({"n": n})
         ids = self.encode(prompt)
         requests = [self._request(ids, params, sample) for sample in range(n)]
         for request in requests:
@@ -143,6 +148,8 @@ class Engine:
         return requests
 
     def _request(self, ids: list[int], params: SamplingParams, sample: int) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"params must be SamplingParams, not {params!r}")
         params.check(self.spec.vocab)
         text = None
         if has_tokenizer(self.path):
@@ -164,13 +171,15 @@ class Engine:
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt; a string is encoded as its tokenizer does by default. Raises UserError for bad ids."""
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise UserError(f"prompt must be a text or a list of token ids, not {prompt!r}")
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UserError("prompt must have at least 1 token; it is empty")
         if len(ids) > self.spec.max_positions:
             raise UserError(f"prompt has {len(ids)} tokens; the model takes at most {self.spec.max_positions}")
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < self.spec.vocab:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.spec.vocab:
                 raise UserError(f"prompt token id {token!r} is out of range; ids go from 0 to {self.spec.vocab - 1}")
         return ids
 

@@ -82,10 +82,9 @@ def load_executor(
     check_tensors(checkpoint, spec)
     formats = cache_formats(kv_dtype, checkpoint.config, dtype)
     model = load_model(checkpoint, spec, device, dtype, exact)
-    if max_tokens_in_cache is not None:
-        check_cache_fits(max_tokens_in_cache, model.cache_layout, formats, device)
     tokens = max_tokens_in_cache or default_cache_tokens(spec.max_positions, model.cache_layout, formats, device)
     pages = -(-tokens // page_size)
+    check_cache_fits(pages * page_size, model.cache_layout, formats, device)
     cache = allocate_cache(model.cache_layout, formats, pages, page_size, device, checkpoint)
     return Executor(model, cache, page_size, device)
 

@@ -41,6 +41,7 @@ class SamplingParams:
 
     def check(self, vocab: int) -> None:
         """Raises UserError naming the field and its limit."""
+        self._check_kinds()
         least = 0 if self.prompt_logprobs is not None else 1
         scoring = "" if least == 0 else " (0 needs prompt_logprobs)"
         _check(
@@ -79,13 +80,20 @@ class SamplingParams:
             value = getattr(self, name)
             limit = f"between 0 and {vocab}, the vocabulary"
             _check(value is None or (_is_int(value) and 0 <= value <= vocab), self, name, limit)
-        _check(not isinstance(self.stop, str), self, "stop", "a tuple of strings")
         for text in self.stop:
             _check(isinstance(text, str) and bool(text), self, "stop", "strings of at least 1 character")
         for token in self.stop_token_ids:
             if not _is_int(token) or not 0 <= token < vocab:
                 raise UserError(f"stop_token_ids must be between 0 and {vocab - 1}, not {token!r}")
         self._check_bias(vocab)
+
+    def _check_kinds(self) -> None:
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
+            _check(isinstance(getattr(self, name), bool), self, name, "True or False")
+        for name, kind in (("stop", "strings"), ("stop_token_ids", "token ids")):
+            _check(isinstance(getattr(self, name), (tuple, list)), self, name, f"a tuple of {kind}")
+        _check(isinstance(self.logit_bias, Mapping), self, "logit_bias", "a mapping of token ids to numbers")
+        _check(isinstance(self.cache_salt, str), self, "cache_salt", "a string")
 
     def _check_bias(self, vocab: int) -> None:
         for token, bias in self.logit_bias.items():
@@ -149,6 +157,7 @@ class Request:
     drafts: Drafts | None = None  # None: not asked for yet
     status: Literal["waiting", "running", "finished"] = "waiting"
     finish_reason: FinishReason | None = None
+    passed: int = 0  # later requests that were let in while this one did not fit
     cached_tokens: int | None = None  # of the prompt, found in the cache when it was first admitted
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # None for the first token

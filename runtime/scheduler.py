@@ -5,6 +5,9 @@ of tokens. Prompts in chunks, decoding, verification of drafts and recomputation
 
 A request never computes what another one is about to leave in the cache: it is admitted after that. What it waits for
 is computed by a running request, and running requests wait for nobody, so the wait ends.
+
+First come, first served, but a request that does not fit yet lets later ones pass, a bounded number of times: a short
+prompt need not wait for the room of a long one, and the long one is never starved.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from compress.errors import UserError
 from compress.runtime.pages import PagePool, page_hash
 from compress.runtime.plan import Chunk, StepPlan, next_chunk
 from compress.runtime.request import FinishReason, Request
+
+PASSES = 32  # later requests that are let in before one that does not fit: then nobody is until it does
+TRIES = 4  # requests in one step that turn out not to fit: trying costs time, and so many tell of a full cache
 
 
 class Scheduler:
@@ -115,17 +121,26 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         later: list[Request] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
+        too_large: dict[Request, None] = {}  # do not fit yet, with their siblings, in order
+        tries = TRIES
+        while self.waiting and budget > 0 and tries > 0 and len(self.running) < self.max_running:
             request = self.waiting[0]
-            if self._awaited(request):
+            if request in too_large or self._awaited(request):
                 later.append(self.waiting.popleft())
                 continue
             chunk = self._start(request, budget, plan)
             if chunk is None:
-                break
+                # what ran before and was preempted goes first: letting others in would only take its pages again
+                if request.cached_tokens is not None or request.passed >= PASSES:
+                    break
+                tries -= 1
+                too_large |= dict.fromkeys((request, *request.siblings))
+                continue
             self.running.append(self.waiting.popleft())
             plan.chunks.append(chunk)
             budget -= chunk.count
+            for other in too_large:
+                other.passed += 1
         self.waiting.extendleft(reversed(later))
 
     def _awaited(self, request: Request) -> bool:

@@ -134,6 +134,7 @@ def reach(name: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
+COMMANDS = ("compress.cli", "compress.commands")
 FORBIDDEN = {
     "compress.runtime": (
         *(f"compress.{technique}" for technique in TECHNIQUES),
@@ -144,11 +145,17 @@ FORBIDDEN = {
         "compress.blockwise",
     ),
     **{
-        f"compress.{technique}": ("compress.runtime", "compress.evaluate", "compress.pipeline", "compress.cli")
+        f"compress.{technique}": (
+            "compress.runtime",
+            "compress.evaluate",
+            "compress.pipeline",
+            "compress.cli",
+            "compress.commands",
+        )
         for technique in TECHNIQUES
     },
     "compress.blockwise": ("compress.runtime", "compress.evaluate", "compress.quant", "compress.pipeline"),
-    "compress.evaluate": ("compress.pipeline", "compress.stages", "compress.cli"),
+    "compress.evaluate": ("compress.pipeline", "compress.stages", *COMMANDS),
 }
 
 
@@ -166,6 +173,9 @@ def test_package_never_reaches(package: str) -> None:
 def test_nothing_is_imported_from_the_command_line() -> None:
     for name, targets in edges().items():
         assert name == "compress.__main__" or "compress.cli" not in targets, f"{name} imports compress.cli"
+        if name != "compress.cli" and not within(name, ("compress.commands",)):
+            found = {target for target in targets if within(target, ("compress.commands",))}
+            assert not found, f"{name} imports {sorted(found)}"
 
 
 def test_no_drawers() -> None:

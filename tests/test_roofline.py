@@ -18,11 +18,12 @@ from compress.roofline import (
     measure_cpu,
     parameters,
     predict,
+    prefill_flops,
     stored_weight_bytes,
     uniform,
     weight_bytes_per_step,
 )
-from tests.published import LLAMA_2_13B, LLAMA_31_8B, QWEN_25_7B, SMOLLM2_135M
+from tests.published import LLAMA_2_13B, LLAMA_31_8B, MIXTRAL_8X7B, QWEN_25_7B, SMOLLM2_135M
 
 W4 = Scheme(4, 128, True)
 
@@ -86,6 +87,22 @@ def test_bound_changes_from_memory_to_compute_with_the_batch() -> None:
     bounds = {batch: predict(spec, {}, hardware, batch, 1).bound for batch in (1, 8, 32, 128)}
     assert bounds == {1: "memory", 8: "memory", 32: "compute", 128: "compute"}
     assert not predict(spec, {}, hardware, 4096, 2048).fits
+
+
+def test_a_step_reads_the_experts_that_its_tokens_go_to() -> None:
+    """Mixtral 8x7B: 46.7 · 10⁹ parameters, of which a token meets 12.9 (arXiv 2401.04088)."""
+    spec = read_spec(MIXTRAL_8X7B)
+    assert spec.experts is not None
+    assert [spec.experts.touched(tokens) for tokens in (1, 2)] == [0.25, 1 - 0.75**2]
+    assert parameters(spec) == pytest.approx(46.7e9, rel=1e-3)
+    embedding = spec.vocab * spec.hidden
+    assert weight_bytes_per_step(spec, {}, tokens=1) / 2 + embedding == pytest.approx(12.9e9, rel=2e-3)
+    assert weight_bytes_per_step(spec, {}) == 2 * (parameters(spec) - embedding)
+    assert stored_weight_bytes(spec, {}) == 2 * parameters(spec)
+    one, many = (predict(spec, {}, HARDWARE["h100"], batch, 128) for batch in (1, 64))
+    assert one.bytes_per_step < 26e9 < 93e9 < many.bytes_per_step
+    # two FLOPs for each parameter that a token meets
+    assert prefill_flops(spec, 100) / 200 == pytest.approx(12.9e9 - 2 * embedding, rel=0.01)
 
 
 def test_windows_cap_the_cache() -> None:

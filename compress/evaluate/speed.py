@@ -38,6 +38,8 @@ class Arm(Protocol):
 
     @property
     def embedding_bytes(self) -> int: ...  # resident
+    @property
+    def expert_bytes(self) -> int: ...  # of the experts of a mixture, among the weights
 
     @property
     def element_bytes(self) -> int: ...  # of the type it computes in, which the cache has
@@ -65,6 +67,10 @@ class EngineArm:
     @property
     def embedding_bytes(self) -> int:
         return self.engine.embedding_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.engine.expert_bytes
 
     @property
     def element_bytes(self) -> int:
@@ -226,10 +232,13 @@ def _latency(timings: list[Timing], workload: Workload) -> contract.Latency:
 def bytes_per_step(arm: Arm, workload: Workload) -> float:
     """Bytes that one decoding step reads: resident weights, and the keys and values of half the output on average.
 
-    Of an embedding that is not the head too, one row per sequence is read.
+    Of an embedding that is not the head too, one row per sequence is read; of a mixture, the experts that the batch is
+    expected to go to.
     """
     spec, element_bytes = arm.spec, arm.element_bytes
-    weights = arm.weight_bytes - (0 if spec.tied else arm.embedding_bytes)
+    weights: float = arm.weight_bytes - (0 if spec.tied else arm.embedding_bytes)
+    if spec.experts is not None:
+        weights -= arm.expert_bytes * (1 - spec.experts.touched(workload.batch))
     context = workload.prompt + workload.output / 2
     cached = sum(min(context, window or context) for window in spec.windows)
     return weights + workload.batch * cached * spec.cached_numbers * element_bytes

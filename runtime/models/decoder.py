@@ -55,6 +55,9 @@ class FeedForward(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def expert_bytes(self) -> int: ...  # among them
+
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -105,6 +108,10 @@ class Decoder:
     def weight_bytes(self) -> int:
         head = 0 if self.spec.tied else self.head.nbytes
         return self.embedding_VC.nbytes + self.final_norm_C.nbytes + head + sum(block.nbytes for block in self.blocks)
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(block.feed_forward.expert_bytes for block in self.blocks)
 
     def inputs(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> Inputs:
         hidden_TC = F.embedding(ids_T, self.embedding_VC).to(self.dtype)

@@ -23,6 +23,7 @@ class GatedMLP:
     gate: Gate
     operations: Operations
     replayable = True
+    expert_bytes = 0
 
     @property
     def nbytes(self) -> int:

@@ -92,6 +92,11 @@ class Model(Protocol):
         """Bytes of the weights as they are held; a tied head counts once."""
         ...
 
+    @property
+    def expert_bytes(self) -> int:
+        """Of the experts of a mixture, which a step reads in part."""
+        ...
+
     def inputs(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> Inputs: ...
 
     def hidden(self, inputs: Inputs, attend: Attend) -> torch.Tensor:

@@ -37,7 +37,11 @@ class Mixture:
 
     @property
     def nbytes(self) -> int:
-        return self.router.nbytes + sum(expert.nbytes for expert in self.experts)
+        return self.router.nbytes + self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(expert.nbytes for expert in self.experts)
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         expert_TM, weight_TM = route(self.router(x_TC), self.per_token, self.normalized)

@@ -11,7 +11,7 @@ from compress import __version__
 from compress.errors import UserError
 from compress.runtime.server.accepted import CHAT, COMPLETION
 from compress.runtime.server.errors import ApiError, from_validation, refusal
-from compress.runtime.server.gate import Gate
+from compress.runtime.server.gate import STOPPING, Gate
 from compress.runtime.server.protocol import (
     ChatBody,
     ChatMessage,
@@ -47,6 +47,7 @@ def build_app(service: Service) -> FastAPI:
         Gate,
         api_key=options.api_key,
         max_body_bytes=options.max_body_bytes,
+        bodies=service.bodies,
         draining=lambda: service.draining,
         refused=service.metrics.refused,
     )
@@ -90,7 +91,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
         if service.loop.dead:
             return json_response(ApiError(503, f"the engine has failed: {service.loop.dead}"))
         if service.draining:
-            return json_response(ApiError(503, "the server is shutting down"))
+            return json_response(ApiError(503, STOPPING))
         return json_response({"status": "ok"})
 
     @app.get("/version")

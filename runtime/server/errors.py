@@ -55,10 +55,13 @@ def refusal(error: UserError) -> ApiError:
 
 def from_validation(errors: list[Any], known: frozenset[str]) -> ApiError:
     """The first of pydantic's findings, as one line: field, fault, limit, and the nearest of the `known` names."""
-    first = errors[0]
+    first, path = errors[0], _path(errors[0], known)
+    for error in errors[1:]:  # of a union, the branch that went further is the one that was meant
+        longer = _path(error, known)
+        if path and len(longer) > len(path) and longer[: len(path)] == path:
+            first, path = error, longer
+            break
     unknown = first["type"] == "extra_forbidden"
-    # pydantic puts the branches of a union into the path: they are no field of anybody's
-    path = [part for part in first["loc"] if isinstance(part, int) or part in known]
     if unknown:
         path.append(first["loc"][-1])
     field = str(path[0]) if path else None
@@ -75,3 +78,8 @@ def from_validation(errors: list[Any], known: frozenset[str]) -> ApiError:
     value = first.get("input")
     shown = isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 60)
     return ApiError(400, f"{where}: {told}" + (f", not {value!r}" if shown else ""), field)
+
+
+def _path(error: Any, known: frozenset[str]) -> list[Any]:
+    """Names and indices down to a finding: without the branches of a union, which are no field of anybody's."""
+    return [part for part in error["loc"] if isinstance(part, int) or part in known]

@@ -1,17 +1,18 @@
 """From texts and chats to token ids, with exactly one BOS where the model wants one.
 
-Tokenizing happens in one thread of its own: a long text must not hold up the event loop, and a tokenizer must not
-encode twice at once.
+Tokenizing happens in two threads of its own, one for what takes a moment and one for long texts: these hold up neither
+the event loop nor short prompts. Each has its own tokenizer, which must not encode twice at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from compress.runtime.tokenizer import has_tokenizer
 
 T = TypeVar("T")
 QUICK = 1 << 16  # characters that are tokenized in a moment: a text that is too long is then told its tokens
+LIMIT = 1 << 20  # characters of a text that need not fit the context; one core takes a second or two for so many
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Prompts:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
-        self._worker = ThreadPoolExecutor(1, "tokenizer")
+        self._quick, self._slow = ThreadPoolExecutor(1, "tokenizer"), ThreadPoolExecutor(1, "tokenizer-long")
+        self._tokens = 0 if tokenizer is None else len(tokenizer)
         self.pieces = None if tokenizer is None else Pieces(tokenizer)
         self._bos = None if tokenizer is None else bos_of(tokenizer)
         # characters: those of byte-level tokens stand for a byte each, so no token is longer than its name
@@ -47,18 +50,27 @@ class Prompts:
     def of(cls, path: Path) -> Prompts:
         return cls(load_tokenizer(path) if has_tokenizer(path) else None)
 
-    async def _work(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *arguments))
+    @cached_property
+    def _spare(self) -> Any:
+        """The tokenizer of the slow thread."""
+        return copy.deepcopy(self._tokenizer)
 
-    async def text(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Token ids. Raises UserError for a text that is too long for `most` tokens, before others wait for it."""
-        tokenizer = self._needed("prompt")
-        self._check_length("prompt", text, most)
+    async def _work(self, size: int, function: Callable[[Any], T]) -> T:
+        """`function` of a tokenizer, in the thread that suits so many characters or ids."""
+        events = asyncio.get_running_loop()
+        if size <= QUICK:
+            return await events.run_in_executor(self._quick, lambda: function(self._tokenizer))
+        return await events.run_in_executor(self._slow, lambda: function(self._spare))
+
+    async def text(self, text: str, add_special_tokens: bool, context: int | None = None) -> list[int]:
+        """Token ids. Raises UserError for a text too long for a `context` in tokens, or where none is given, at all."""
+        self._needed("prompt")
+        self._check_length("prompt", text, context)
         if add_special_tokens:
-            return await self._work(encode_prompt, tokenizer, text)
-        return (await self._work(partial(encode_plain, add_special_tokens=False), tokenizer, [text]))[0]
+            return await self._work(len(text), lambda tokenizer: encode_prompt(tokenizer, text))
+        return await self._work(len(text), lambda tokenizer: _encode(tokenizer, text))
 
-    async def chat(self, chat: ChatPrompt, most: int | None = None) -> list[int]:
+    async def chat(self, chat: ChatPrompt, context: int | None = None) -> list[int]:
         """Token ids of a chat in the model's template. Raises UserError as `text`."""
         tokenizer = self._needed("messages")
         template = tokenizer.chat_template
@@ -66,21 +78,24 @@ class Prompts:
             raise UserError("messages: the checkpoint has no chat template; use /v1/completions")
         if chat.tools and "tools" not in str(template):
             raise UserError("tools: the checkpoint's chat template knows no tools; leave them out")
-        return await self._work(self._encode_chat, chat, most)
-
-    def _encode_chat(self, chat: ChatPrompt, most: int | None) -> list[int]:
-        """The template prints all that is special; the tokenizer adds nothing, least of all a second BOS."""
-        text = render_chat(self._tokenizer, chat)
-        self._check_length("messages", text, most)
-        ids = encode_plain(self._tokenizer, [text], add_special_tokens=False)[0]
-        return with_one_bos(ids, self._bos)
+        text = await self._work(0, lambda tokenizer: render_chat(tokenizer, chat))
+        self._check_length("messages", text, context)
+        # the template prints all that is special; the tokenizer adds nothing, least of all a second BOS
+        return with_one_bos(await self._work(len(text), lambda tokenizer: _encode(tokenizer, text)), self._bos)
 
     async def decode(self, ids: list[int]) -> str:
-        tokenizer = self._needed("tokens")
+        self._needed("tokens")
+        if len(ids) > LIMIT:
+            raise UserError(f"tokens: {len(ids)} ids; at most {LIMIT} are decoded at a time")
         for token in ids:
-            if not 0 <= token < len(tokenizer):
-                raise UserError(f"tokens: ids go from 0 to {len(tokenizer) - 1}; {token} does not")
-        return await self._work(tokenizer.decode, ids)
+            if not 0 <= token < self._tokens:
+                raise UserError(f"tokens: ids go from 0 to {self._tokens - 1}; {token} does not")
+        return await self._work(len(ids), lambda tokenizer: tokenizer.decode(ids))
+
+    async def names(self, ids: list[int]) -> list[str] | None:
+        """Each token for a reader; None without a tokenizer."""
+        pieces = self.pieces
+        return None if pieces is None else await self._work(len(ids), lambda _: [pieces.token_text(i) for i in ids])
 
     def shown(self, ids: list[int]) -> tuple[str, list[int]]:
         """The text of a prompt that is echoed, and the character at which each id begins; "" without a tokenizer."""
@@ -92,9 +107,11 @@ class Prompts:
         stream.finish()
         return stream.take(), stream.offsets
 
-    def _check_length(self, field: str, text: str, most: int | None) -> None:
-        if most is not None and len(text) > max(most * self._longest, QUICK):
-            raise UserError(f"{field}: {len(text)} characters are more than the context of {most} tokens can hold")
+    def _check_length(self, field: str, text: str, context: int | None) -> None:
+        if context is None and len(text) > LIMIT:
+            raise UserError(f"{field}: {len(text)} characters; at most {LIMIT} are tokenized at a time")
+        if context is not None and len(text) > max(context * self._longest, QUICK):
+            raise UserError(f"{field}: {len(text)} characters are more than the context of {context} tokens can hold")
 
     def _needed(self, field: str) -> Any:
         if self._tokenizer is None:
@@ -102,7 +119,12 @@ class Prompts:
         return self._tokenizer
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False)
+        for worker in (self._quick, self._slow):
+            worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return encode_plain(tokenizer, [text], add_special_tokens=False)[0]
 
 
 def render_chat(tokenizer: Any, chat: ChatPrompt) -> str:

@@ -114,8 +114,15 @@ class CompletionBody(Sampling):
 
 
 class Part(Body):
-    type: Literal["text"]
+    type: str
     text: str
+
+    @field_validator("type")
+    @classmethod
+    def _text(cls, kind: str) -> str:
+        if kind != "text":
+            raise ValueError("this server takes parts of type 'text' alone")
+        return kind
 
 
 class ChatMessage(Body):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -50,9 +52,12 @@ def context_length(engine: Any, asked: int | None) -> int:
 
 
 class Server(uvicorn.Server):
-    """The first SIGTERM or Ctrl-C drains and ends with exit code 0; the second ends at once."""
+    """The first SIGTERM or Ctrl-C drains and ends with exit code 0; the second ends at once, as an unhandled one would.
 
-    def __init__(self, service: Service, ready: Callable[[], None]) -> None:
+    `say` tells the operator, a line at a time.
+    """
+
+    def __init__(self, service: Service, ready: Callable[[], None], say: Callable[[str], None]) -> None:
         config = uvicorn.Config(
             build_app(service),
             log_level="warning",
@@ -63,7 +68,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
-        self._ready = ready
+        self._ready, self._say = ready, say
         self._events: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -74,30 +79,33 @@ class Server(uvicorn.Server):
             self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.draining or self._events is None:
+            # at once: neither a step of the engine nor a client that reads slowly is waited for
+            os.write(2, b"terminated\n" if sig == signal.SIGTERM else b"interrupted\n")
+            os._exit(128 + sig)
         self.begin_drain()
 
     def begin_drain(self) -> None:
         """From any thread, or a signal's handler."""
-        if self._service.draining or self._events is None:
-            self._leave()
-            self.force_exit = True
-        else:
-            self._service.draining = True
-            self._events.call_soon_threadsafe(self._start_drain)
+        assert self._events is not None
+        self._service.draining = True
+        self._events.call_soon_threadsafe(self._start_drain)
 
     def _start_drain(self) -> None:
+        # whatever is cancelled from here on was told to end; uvicorn would print a traceback for each
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._drain = asyncio.ensure_future(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
-        await self._service.drain()
-        self._leave()
-
-    def _leave(self) -> None:
-        # whatever is cancelled from here on was told to end; uvicorn would print a traceback for each
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        seconds, running = self._service.options.drain_seconds, self._service.loop.open
+        wait = f"; {running} answers have {seconds:g} s to finish; another signal ends at once" if running else ""
+        self._say(f"stopping{wait}")
+        cut = await self._service.drain()
+        if cut:
+            self._say(f"{cut} answers were cut after {seconds:g} s")
         self.should_exit = True
 
 
-def serve(service: Service, sock: socket.socket, ready: Callable[[], None]) -> None:
+def serve(service: Service, sock: socket.socket, ready: Callable[[], None], say: Callable[[str], None]) -> None:
     """Serve until told to stop; `ready` is called once requests are answered."""
-    Server(service, ready).run(sockets=[sock])
+    Server(service, ready, say).run(sockets=[sock])

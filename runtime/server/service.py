@@ -15,6 +15,7 @@ from compress.runtime.server.answer import Answer
 from compress.runtime.server.chats import Chats
 from compress.runtime.server.completions import Completions
 from compress.runtime.server.errors import ApiError
+from compress.runtime.server.gate import Bodies
 from compress.runtime.server.job import Ask
 from compress.runtime.server.loop import Engine, EngineLoop
 from compress.runtime.server.metrics import Metrics
@@ -34,6 +35,7 @@ class Service:
         self.metrics = Metrics(lambda: engine.stats, options.names[0])
         self.started = int(time.time())
         self.draining = False
+        self.bodies = Bodies()
         self._loop: EngineLoop | None = None
 
     @property
@@ -51,12 +53,19 @@ class Service:
             await self._loop.stop()
             self.prompts.close()
 
-    async def drain(self) -> None:
-        """Refuse new requests; let running ones finish, and after `drain_seconds` abort them."""
+    async def drain(self) -> int:
+        """Refuse new requests, also those half sent; let running ones finish, and after `drain_seconds` abort them.
+
+        How many were aborted.
+        """
         self.draining = True
-        if not await self.loop.idle(self.options.drain_seconds):
-            self.loop.cancel_all()
-            await self.loop.idle(5)
+        self.bodies.close()
+        if await self.loop.idle(self.options.drain_seconds):
+            return 0
+        aborted = self.loop.open
+        self.loop.cancel_all()
+        await self.loop.idle(5)
+        return aborted
 
     def check_model(self, name: str | None) -> str:
         names = self.options.names
@@ -102,9 +111,9 @@ class Service:
         if len(prompts) > self.capacity:
             raise UserError(f"prompt: {len(prompts)} prompts in one request; at most {self.capacity} can wait")
         made = []
-        most = self.options.max_model_len if body.truncate_prompt_tokens is None else None
+        context = self.options.max_model_len if body.truncate_prompt_tokens is None else None
         for prompt in prompts:
-            ids = await self.prompts.text(prompt, special, most) if isinstance(prompt, str) else prompt
+            ids = await self.prompts.text(prompt, special, context) if isinstance(prompt, str) else prompt
             ids, cut = truncate(ids, body.truncate_prompt_tokens)
             made.append(Prompt(ids, cut, prompt if isinstance(prompt, str) else None))
         return made
@@ -114,8 +123,8 @@ class Service:
             raise UserError("add_special_tokens: the chat template prints all that is special; leave it out")
         if body.tool_choice == "none":
             body = body.model_copy(update={"tools": None})
-        most = self.options.max_model_len if body.truncate_prompt_tokens is None else None
-        return Prompt(*truncate(await self.prompts.chat(body, most), body.truncate_prompt_tokens))
+        context = self.options.max_model_len if body.truncate_prompt_tokens is None else None
+        return Prompt(*truncate(await self.prompts.chat(body, context), body.truncate_prompt_tokens))
 
     def model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "compress"}
@@ -127,7 +136,6 @@ class Service:
         else:
             fields = {name: getattr(body, name) for name in ChatPrompt.model_fields}
             ids = await self.prompts.chat(ChatPrompt.model_construct(**fields))
-        pieces = self.prompts.pieces
-        strings = [pieces.token_text(token) for token in ids] if body.return_token_strs and pieces else None
+        strings = await self.prompts.names(ids) if body.return_token_strs else None
         told = {"count": len(ids), "max_model_len": self.options.max_model_len, "tokens": ids}
         return told | {"token_strs": strings}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.arch import ModelSpec, read_spec
+from compress.arch import Experts, ModelSpec, read_spec
 from compress.errors import UserError
 from compress.evaluate.compare import Estimate, paired_log_ratio
 from compress.evaluate.speed import EngineArm, Workload, bytes_per_step, is_resolved, measure, prompts_for
@@ -44,6 +44,7 @@ class SimulatedArm:
     weight_bytes: int = 1_000_000
     element_bytes: int = 4
     embedding_bytes: int = 256 * 64 * 4
+    expert_bytes: int = 0
     spec: ModelSpec = SPEC
     seen: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -135,6 +136,10 @@ def test_predicted_ratio_is_the_bytes_read():
     assert bytes_per_step(baseline, WORK) == 1_000_000 - embedding + cache
     tied = SimulatedArm(clock, 1, 0.1, spec=replace(SPEC, tied=True))
     assert bytes_per_step(tied, WORK) == 1_000_000 + cache
+    experts = Experts(4, 1, 32, True, (True, True), "mlp", ("gate_proj", "up_proj", "down_proj"))
+    mixture = SimulatedArm(clock, 1, 0.1, spec=replace(SPEC, tied=True, experts=experts), expert_bytes=800_000)
+    assert WORK.batch == 2
+    assert bytes_per_step(mixture, WORK) == pytest.approx(200_000 + 800_000 * (1 - 0.75**2) + cache)
     row = measure(baseline, quantized, WORK, 2, 1e9, clock)
     assert row.predicted_ratio == pytest.approx((1_000_000 - embedding + cache) / (400_000 - embedding + cache))
 

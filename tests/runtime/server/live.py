@@ -31,7 +31,8 @@ class Live:
         self.url = address(self._sock)
         self.port: int = self._sock.getsockname()[1]
         ready = threading.Event()
-        self.server = Server(self.service, ready.set)
+        self.said: list[str] = []  # to the operator
+        self.server = Server(self.service, ready.set, self.said.append)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._sock]}, daemon=True)
         self.thread.start()
         assert ready.wait(WAIT)

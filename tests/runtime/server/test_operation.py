@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from compress.runtime.request import Request
@@ -193,59 +185,6 @@ def test_draining_ends_what_takes_too_long(tmp_path: Path) -> None:
         assert not rest.rstrip().endswith("[DONE]")
         server.thread.join(WAIT)
         assert not server.thread.is_alive()
-
-
-@pytest.fixture
-def process(tiny: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`compress serve` as a user starts it, and its address."""
-    command = [sys.executable, "-m", "compress.cli", "serve", str(tiny), "--port", "0", "--kv-pages", "64"]
-    environment = os.environ | {"COMPRESS_API_KEY": "k", "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert running.stdout is not None
-        line = running.stdout.readline()
-        assert line.startswith(f"serving {tiny.name} on http://127.0.0.1:"), line + (running.communicate()[1] or "")
-        yield running, line.split()[-1]
-    finally:
-        running.kill()
-        running.communicate()
-
-
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_with_exit_code_0(process: tuple[subprocess.Popen[str], str], sent: signal.Signals) -> None:
-    running, url = process
-    with urlopen(f"{url}/health", timeout=WAIT) as response:
-        assert json.loads(response.read()) == {"status": "ok"}
-    import openai
-
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
-    model = client.models.list().data[0].id
-    stream = client.completions.create(
-        model=model, prompt="x", max_tokens=450, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    running.send_signal(sent)
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "it is allowed to finish"
-    assert running.wait(WAIT) == 0
-    assert running.stderr is not None
-    assert running.stderr.read() == ""
-
-
-def test_a_second_signal_ends_at_once_and_without_a_word(process: tuple[subprocess.Popen[str], str]) -> None:
-    running, url = process
-    host, port = url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "x", "max_tokens": 450, "ignore_eos": True, "n": 128, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\nContent-Length: "
-    with socket.create_connection((host, int(port))) as whole, socket.create_connection((host, int(port))) as half:
-        half.sendall(f"{head}100\r\n\r\n{{".encode())
-        whole.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
-        assert whole.recv(15) == b"HTTP/1.1 200 OK"
-        running.send_signal(signal.SIGINT)
-        time.sleep(0.2)  # two signals at once would be one
-        running.send_signal(signal.SIGINT)
-        assert running.wait(WAIT) == 0
-    assert running.stderr is not None
-    assert running.stderr.read() == ""
 
 
 def test_a_port_in_use_and_wrong_options_are_one_line(tiny: Path, server: Live) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,26 @@ def test_tokenize_and_back(server: Live) -> None:
     assert told["token_strs"][-1] == "n"
     assert told["max_model_len"] == 512
     assert server.post("/detokenize", tokens=told["tokens"])[1] == {"prompt": text}
+
+
+def test_long_texts_hold_up_neither_health_nor_short_texts_nor_streams(server: Live) -> None:
+    """Four of the longest, one after the other; what is quick is served between them."""
+    long, told = "汉 " * (1 << 19), []
+    threads = [threading.Thread(target=lambda: told.append(server.post("/tokenize", prompt=long))) for _ in range(4)]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    quick = 0
+    while len(told) == 0:
+        assert server.call("GET", "/health")[0] == 200
+        assert server.post("/tokenize", prompt="short")[1]["count"] == 5
+        assert server.stream("/v1/completions", prompt="short", max_tokens=4)[-1] == "[DONE]"
+        quick += 1
+    first = time.monotonic() - start
+    for thread in threads:
+        thread.join()
+    assert [(status, answer["count"]) for status, answer in told] == [(200, 4 << 19)] * 4
+    assert quick >= 5, f"{quick} rounds in {first:.2f} s"
 
 
 def test_special_tokens_are_shown_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from tests.runtime.server.live import Live, live
 LENGTH = 512  # positions of the tiny model
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/x.png"}}
+LONG = "x" * ((1 << 20) + 1)
 
 BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": ""}, "prompt must have at least 1 token", "prompt"),
@@ -62,7 +64,14 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHATS, {"messages": []}, "messages: ", "messages"),
     (CHATS, {"messages": [{"content": "x"}]}, "messages[0].role: Field required", "messages"),
     (CHATS, {"messages": [{"role": "user", "contents": "x"}]}, "did you mean 'content'?", "messages"),
-    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "messages"),
+    (
+        CHATS,
+        {"messages": [*USER, {"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},
+        "messages[1].content[1].type: this server takes parts of type 'text' alone, not 'image_url'",
+        "messages",
+    ),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text: Field req", "messages"),
+    (CHATS, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content: Input should be", "messages"),
     (CHATS, {"messages": USER, "tools": [{"type": "function"}]}, "knows no tools", "tools"),
     (
         CHATS,
@@ -84,6 +93,10 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     ("/tokenize", {}, "one of the two", "prompt"),
     ("/tokenize", {"prompt": "x", "tokens": []}, "tokens: unknown field", "tokens"),
+    ("/tokenize", {"prompt": LONG}, "1048577 characters; at most 1048576 are tokenized at a time", "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "at most 1048576 are tokenized", "messages"),
+    (COMPLETIONS, {"prompt": LONG, "truncate_prompt_tokens": 5}, "at most 1048576 are tokenized", "prompt"),
+    ("/detokenize", {"tokens": [5] * ((1 << 20) + 1)}, "1048577 ids; at most 1048576 are decoded", "tokens"),
     ("/detokenize", {"tokens": [256]}, "ids go from 0 to 255", "tokens"),
     ("/detokenize", {"tokens": "x"}, "tokens: ", "tokens"),
 ]
@@ -177,6 +190,13 @@ def test_bad_requests_among_good_streams_change_nothing(server: Live) -> None:
     assert statuses == [400] * 12
     assert [texts[number] for number in range(4)] == alone
     assert server.used_pages == 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/version", "/metrics", "/v1/models", "/v1/models/tiny", "/openapi.json"])
+def test_head_is_get_without_a_body(server: Live, path: str) -> None:
+    status, raw, kind = server.raw("HEAD", path)
+    assert (status, raw) == (200, b"")
+    assert kind == server.raw("GET", path)[2]
 
 
 def test_unknown_routes_models_and_methods(server: Live) -> None:
