@@ -75,13 +75,11 @@ def main() -> None:
 
 def _invoke() -> None:
     try:
-        code = cli.main(standalone_mode=False, prog_name="compress")
+        code = cli.main(sys.argv[1:] or ["--help"], standalone_mode=False, prog_name="compress")
     except click.UsageError as error:
-        error.show()
-        sys.exit(2)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        command = error.ctx.command_path if error.ctx else "compress"
+        told = error.format_message().rstrip(".")
+        raise UserError(f"{command}: {told[:1].lower()}{told[1:]} (`{command} --help` explains)") from error
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -149,7 +149,8 @@ def load_recipe(path: Path, overrides: tuple[str, ...] = (), out: str | None = N
     """
     if not path.is_file():
         siblings = [item.name for item in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such recipe{nearest(path.name, siblings)}")
+        kind = "a directory, not a recipe; give a *.yaml file" if path.is_dir() else "no such recipe"
+        raise UserError(f"{path}: {kind}{nearest(path.name, siblings)}")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -32,6 +32,7 @@ VARIABLES = {
     "#999999": "var(--part-other)",
 }
 DECADE = 10  # values that span more are drawn on a logarithmic axis
+FEW = 0.02  # of the points: these may lie below the axis, or a few tiny errors press all others together
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
@@ -158,11 +159,14 @@ def layer_errors(layers: Iterable[Layer]) -> str:
     rows = -(-len(kinds) // columns)
     values = [v for panel in kinds.values() for _, *pair in panel for v in pair if v is not None and v > 0]
     wide = bool(values) and max(values) > DECADE * min(values)
+    floor = float(np.quantile(values, FEW)) / 3 if wide else 0.0
 
     def paint(figure: Figure) -> None:
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for axes, (kind, panel) in zip(grid.flat, kinds.items(), strict=False):
-            _panel(axes, kind, panel, wide)
+            _panel(axes, kind, panel, wide, floor)
+        if wide:
+            grid[0][0].set_ylim(bottom=floor)
         for place, axes in enumerate(grid.flat):
             if place >= len(kinds):
                 axes.set_axis_off()
@@ -176,7 +180,8 @@ def layer_errors(layers: Iterable[Layer]) -> str:
     return draw("layers", "Relative error of every linear, by block", 9.6, 0.7 + 1.9 * rows, paint)
 
 
-def _panel(axes: Axes, kind: str, panel: list[tuple[int, float | None, float | None]], log: bool) -> None:
+def _panel(axes: Axes, kind: str, panel: list[tuple[int, float | None, float | None]], log: bool, floor: float) -> None:
+    """One kind of linear; what lies below the `floor` of the axis is a triangle at its edge."""
     blocks = [block for block, _, _ in panel]
     missing = float("nan")
     plain = [missing if rtn is None or (log and rtn <= 0) else rtn for _, _, rtn in panel]
@@ -185,6 +190,10 @@ def _panel(axes: Axes, kind: str, panel: list[tuple[int, float | None, float | N
         blocks, plain, "s-", color=BASELINE, markersize=3, linewidth=1, markerfacecolor="none", label="round to nearest"
     )
     axes.plot(blocks, error, "o-", color=COMPRESSED, markersize=3, linewidth=1.4, label="this checkpoint")
+    for values, color in ((plain, BASELINE), (error, COMPRESSED)):
+        below = [block for block, value in zip(blocks, values, strict=True) if value < floor]
+        for mark in axes.plot(below, [floor] * len(below), "v", color=color, markersize=6, clip_on=False):
+            mark.set_in_layout(False)
     axes.set_title(kind, loc="left")
     if log:
         axes.set_yscale("log")

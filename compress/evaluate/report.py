@@ -68,7 +68,11 @@ def build_report(
         accuracy=evaluation.accuracy,
         speed=list(evaluation.speed),
         verified=contract.Verified.model_validate(dict(verified)),
-        warnings=[*(calibration.warnings if calibration else []), *evaluation.warnings],
+        warnings=[
+            *source_notes(baseline / "source.json"),
+            *(calibration.warnings if calibration else []),
+            *evaluation.warnings,
+        ],
         recipe=recipe.resolved(),
     )
 
@@ -102,11 +106,25 @@ def stated_license(directory: Path) -> str | None:
 
 
 def _source_license(file: Path) -> str | None:
-    """What a conversion noted of its source (compress.sources)."""
-    if not file.is_file():
-        return None
-    stated = json.loads(file.read_text(encoding="utf-8")).get("license")
+    stated = _conversion(file).get("license")
     return stated if isinstance(stated, str) else None
+
+
+def source_notes(file: Path) -> list[str]:
+    """A source that is quantized itself: what it is compared with is not the file that was given."""
+    stored = _conversion(file).get("stored") or {}
+    narrow = [kind for kind in stored if kind not in ("F32", "F16", "BF16")]
+    if not narrow:
+        return []
+    return [
+        f"the source file holds its weights in {', '.join(narrow)}, {sum(stored.values()) / 1e6:.1f} MB in all; "
+        "sizes, accuracy and speed are compared with the 16-bit weights that these decode to"
+    ]
+
+
+def _conversion(file: Path) -> dict[str, Any]:
+    """What a conversion noted of its source (compress.sources)."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _card_license(card: Path) -> str | None:

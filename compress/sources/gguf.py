@@ -72,6 +72,7 @@ def convert(source: Path, directory: Path, origin: dict[str, Any], progress: Cal
         "organization": fields.get("general.organization"),
         "base_model": fields.get("general.base_model.0.name"),
         "base_model_url": fields.get("general.base_model.0.repo_url"),
+        "stored": stored_bytes(header),
     }
     write_json(directory / "source.json", origin | {k: v for k, v in described.items() if v is not None})
 
@@ -93,6 +94,12 @@ def huggingface_name(header: GgufHeader, name: str) -> str:
         if layer is not None and module in _INNER:
             return f"model.layers.{layer}.{_INNER[module]}.{leaf}"
     raise UserError(f"{header.path}: tensor {name!r} has no place in the supported architectures")
+
+
+def stored_bytes(header: GgufHeader) -> dict[str, int]:
+    """Bytes of the file's tensors by their kind: `{"F32": 140544, "Q4_1": 84216960}`."""
+    kinds = sorted({tensor.kind.name for tensor in header.tensors.values()})
+    return {kind: sum(t.nbytes for t in header.tensors.values() if t.kind.name == kind) for kind in kinds}
 
 
 def storage_dtype(header: GgufHeader) -> torch.dtype:

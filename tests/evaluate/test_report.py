@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 from compress.arch import read_spec
 from compress.checkpoint import Checkpoint
 from compress.evaluate import contract
 from compress.evaluate.card import render_card
+from compress.evaluate.contract import Layer
 from compress.evaluate.page import flattened, grouped, number, plain_text, render_page, size_text, worst_layers
-from compress.evaluate.report import hub_id, measure_size, plain, stated_license, write_report
+from compress.evaluate.plots import layer_errors
+from compress.evaluate.report import hub_id, measure_size, plain, source_notes, stated_license, write_report
 from tests.evaluate.sample import empty_report, sample_layers, sample_report
 from tests.tiny import tiny_model
 
@@ -178,6 +181,33 @@ def test_licence_is_the_base_cards(tmp_path: Path):
     assert stated_license(tmp_path) is None
     (tmp_path / "source.json").write_text('{"license": "apache-2.0", "source": "x.gguf"}')
     assert stated_license(tmp_path) == "apache-2.0", "what the GGUF file said"
+
+
+def test_a_source_that_is_quantized_itself_is_said(tmp_path: Path):
+    """The demo's model is a file of 84 MB: a reader must not take the 269 MB that it decodes to for it."""
+    file = tmp_path / "source.json"
+    assert source_notes(file) == []
+    file.write_text('{"license": "mit", "stored": {"F16": 2000000, "F32": 1000}}')
+    assert source_notes(file) == []
+    file.write_text('{"stored": {"F32": 1000000, "Q4_1": 83000000, "Q6_K": 500000}}')
+    (note,) = source_notes(file)
+    assert note.startswith("the source file holds its weights in Q4_1, Q6_K, 84.5 MB in all; sizes")
+
+
+def test_a_few_tiny_errors_do_not_press_the_others_together(monkeypatch: pytest.MonkeyPatch):
+    layers = [
+        Layer(name=f"model.layers.{i}.mlp.down_proj", error=1e-9 if i == 7 else 0.01 + i / 1e4, rtn_error=0.02)
+        for i in range(40)
+    ]
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
+    layer_errors(layers)
+    axes = drawn[0].axes[0]
+    low, high = axes.get_ylim()
+    assert 0.001 < low < 0.01 < 0.02 < high < 0.1
+    below = [line for line in axes.get_lines() if line.get_marker() == "v" and len(line.get_xdata())]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in below] == [([7], [low])]
 
 
 def test_hub_ids(tmp_path: Path):

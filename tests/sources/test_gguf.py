@@ -81,6 +81,7 @@ def test_sidecars_of_the_conversion(tmp_path: Path):
     assert json.loads((path / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [1, 2]}
     source = json.loads((path / "source.json").read_text())
     assert (source["source"], source["license"], source["name"]) == ("tiny.gguf", "apache-2.0", "tiny")
+    assert source["stored"] == {"F32": Checkpoint.open(path).total_bytes}
 
 
 @pytest.mark.parametrize(
