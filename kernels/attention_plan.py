@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from compress.kernels.attention import Capacity, PagedQueries
-from compress.kernels.attention_work import SHORT, Cut, Room, flatten_tables, plan_work, room_for, table_padding
+from compress.kernels.attention_work import SHORT, Cut, PageTables, Room, plan_work, room_for, table_padding
 
 ALIGNMENT = 64  # numbers: Triton compiles a kernel anew for a pointer that is aligned otherwise
 
@@ -54,6 +54,7 @@ class PackedWork:
     ) -> None:
         self._cuts = cuts
         self._rows = capacity.tokens if capacity else 0
+        self._tables = PageTables()
         arrays, rooms = self._plan(queries)
         entries = len(arrays[0])
         if capacity is not None:
@@ -88,7 +89,7 @@ class PackedWork:
         return self._partials[heads, head_dim]
 
     def _plan(self, queries: PagedQueries) -> tuple[list[np.ndarray], list[Room]]:
-        table, starts_N = flatten_tables(queries)
+        table, starts_N = self._tables.flatten(queries)
         works = [plan_work(queries, starts_N, cut, self._rows) for cut in self._cuts]
         arrays = [array for work in works for array in (work.items_X8, work.reductions_Y5)]
         return [table, *arrays], [Room.of(work) for work in works]

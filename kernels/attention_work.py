@@ -8,16 +8,16 @@ Shapes: X items, Y reduced tokens, N requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
 from compress.kernels.attention import Capacity, PagedQueries, count_pages
 
 SHORT = 8  # new tokens of a request that is decoded or verified: few rows, so its keys are split among programs
-SPLITS = ((SHORT, 512), (128, 2048))  # keys of a split for requests of up to so many new tokens; longer ones have none
-UNSPLIT = 1 << 30
+SPLIT_LENGTHS = np.array([SHORT, 128])  # up to so many new tokens ...
+SPLIT_KEYS = np.array([512, 2048, 1 << 30])  # ... a split has so many keys; requests of more tokens are not split
 REDUCED = 16  # splits that the reduction adds at once; a block of them starts at a multiple
 MAX_TILE_KEYS = 64
 
@@ -73,20 +73,30 @@ def table_padding(page_size: int) -> int:
     return 2 * MAX_TILE_KEYS // page_size + 1
 
 
-def flatten_tables(queries: PagedQueries) -> tuple[np.ndarray, np.ndarray]:
-    """Page tables one after the other, padded, and where each starts.
+class PageTables:
+    """The page tables of one step after another, as arrays. Most stay as they are, and are not converted again."""
 
-    ValueError for pages whose size is no power of two: the kernels find a key's page by a shift.
-    """
-    size = queries.page_size
-    if size & (size - 1):
-        raise ValueError(f"pages of {size} slots: the GPU kernels take powers of two")
-    padding = [0] * table_padding(size)  # page 0 exists; its slots are masked
-    counts = [count_pages(context, size) for context in queries.contexts]
-    tables = (table[:count] for table, count in zip(queries.tables, counts, strict=True))
-    flat = np.array(list(chain.from_iterable(chain(table, padding) for table in tables)), dtype=np.int32)
-    widths = np.array(counts, dtype=np.int64) + len(padding)
-    return flat, np.cumsum(widths) - widths
+    def __init__(self) -> None:
+        self._known: list[tuple[Sequence[int], np.ndarray]] = []
+
+    def flatten(self, queries: PagedQueries) -> tuple[np.ndarray, np.ndarray]:
+        """The tables one after the other, padded, and where each starts.
+
+        ValueError for pages whose size is no power of two: the kernels find a key's page by a shift.
+        """
+        size = queries.page_size
+        if size & (size - 1):
+            raise ValueError(f"pages of {size} slots: the GPU kernels take powers of two")
+        padding = [0] * table_padding(size)  # page 0 exists; its slots are masked
+        for i, (table, context) in enumerate(zip(queries.tables, queries.contexts, strict=True)):
+            pages = table[: count_pages(context, size)]
+            if i == len(self._known):
+                self._known.append(([], np.zeros(0, dtype=np.int32)))
+            if pages != self._known[i][0] or not pages:
+                self._known[i] = pages, np.array([*pages, *padding], dtype=np.int32)
+        arrays = [array for _, array in self._known[: len(queries.tables)]]
+        widths = np.array([len(array) for array in arrays], dtype=np.int64)
+        return np.concatenate([*arrays, np.zeros(0, dtype=np.int32)]), np.cumsum(widths) - widths
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,7 @@ def _cut_tokens(queries: PagedQueries, table_starts_N: np.ndarray, cut: Cut) -> 
         position=position,
         first_key=first_key - first_key % cut.tile_keys,
         table=table_starts_N[request],
-        split_keys=np.select([lengths <= limit for limit, _ in SPLITS], [size for _, size in SPLITS], UNSPLIT),
+        split_keys=SPLIT_KEYS[np.searchsorted(SPLIT_LENGTHS, lengths)],
     )
 
 
@@ -172,7 +182,7 @@ def room_for(capacity: Capacity, cut: Cut, page_size: int) -> Room:
     """At least the work of every step within the capacity, whose rows are `capacity.tokens`."""
     if cut.short is False and capacity.length <= SHORT:
         return Room(0, 0, 0)
-    size = SPLITS[1 if cut.short is False else 0][1]
+    size = int(SPLIT_KEYS[1 if cut.short is False else 0])
     splits = -(-capacity.context // size)  # of a request's block
     if cut.window is not None:
         seen = cut.window + cut.block_tokens + cut.tile_keys  # more than the keys of a block

@@ -19,6 +19,7 @@ from compress.kernels.attention_kernel_triton import add_tile, divide_sums, load
 from compress.kernels.attention_plan import DeviceWork, Partials, StepPlan
 from compress.kernels.attention_triton import LOG2E, plan_reduction
 from compress.kernels.attention_work import Cut, Tile
+from compress.kernels.cpu.program import NotRecordable
 from compress.kernels.launch import Launch, Target, run, strides, target_of
 from compress.kernels.mla import LatentPages, PagedLatentAttention
 
@@ -191,13 +192,12 @@ class PagedLatentAttentionTriton:
     def __call__(self, q_THR: torch.Tensor, q_THE: torch.Tensor, pages: LatentPages, scale: float) -> torch.Tensor:
         """[T, H, R] in the dtype of q; with a capacity, T is its tokens.
 
-        Wide float32 latents, too many registers, go to the reference. ValueError for them with a capacity: the
-        reference does not read its step from the device.
+        Wide float32 latents, too many registers, go to the reference; with a capacity they raise NotRecordable.
         """
         self._step.check_rows(len(q_THR))
         if q_THR.dtype == torch.float32 and q_THR.shape[2] > WIDEST_FLOAT32:
             if self._step.capacity is not None:
-                raise ValueError(f"float32 latents of rank {q_THR.shape[2]}: with a capacity, at most {WIDEST_FLOAT32}")
+                raise NotRecordable(f"float32 latents of rank {q_THR.shape[2]} are attended to by torch")
             return PagedLatentAttention(self._step.queries)(q_THR, q_THE, pages, scale)
         out_THR = torch.empty(q_THR.shape, dtype=q_THR.dtype, device=q_THR.device)
         tile = choose_latent_tile(q_THR, self._target)

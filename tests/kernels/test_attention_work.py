@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.kernels.attention import Capacity, PagedQueries
-from compress.kernels.attention_work import REDUCED, SHORT, Cut, Work, flatten_tables, plan_work, room_for
+from compress.kernels.attention_work import REDUCED, SHORT, Cut, PageTables, Work, plan_work, room_for
 
 
 def make_queries(requests: list[tuple[int, int]], page_size: int) -> PagedQueries:
@@ -21,7 +21,7 @@ def make_queries(requests: list[tuple[int, int]], page_size: int) -> PagedQuerie
 
 
 def plan(queries: PagedQueries, cut: Cut, rows: int = 0) -> Work:
-    return plan_work(queries, flatten_tables(queries)[1], cut, rows)
+    return plan_work(queries, PageTables().flatten(queries)[1], cut, rows)
 
 
 REQUESTS = st.lists(
@@ -93,7 +93,7 @@ def test_cuts_of_a_request_do_not_depend_on_its_neighbours() -> None:
 def test_tables_are_padded_for_the_page_ids_that_are_loaded_ahead() -> None:
     for page_size in (1, 16, 64, 256):
         queries = make_queries([(1, 33), (1, 64)], page_size)
-        flat, starts_N = flatten_tables(queries)
+        flat, starts_N = PageTables().flatten(queries)
         for index, context in enumerate(queries.contexts):
             start = int(starts_N[index])
             last_key = -(-context // 64) * 64 + 63  # of the tile behind the last
@@ -173,6 +173,23 @@ def test_what_a_capacity_takes(requests: list[tuple[int, int]], fits: bool) -> N
     assert LARGEST.fits(make_queries(requests, 16)) == fits
 
 
+def test_tables_that_change_from_step_to_step() -> None:
+    """One grows, one is another request's, one is shorter, one's page is copied before it is written."""
+    tables = PageTables()
+    steps = [
+        [[5, 6], [7, 8, 9], [1, 2, 3]],
+        [[5, 6, 4], [7, 8, 9], [1, 2]],
+        [[7, 8, 9], [5, 6, 4]],
+        [[], [5, 10, 4], [1]],
+        [[7, 8, 9], [5, 10, 4], [1], [2]],
+    ]
+    for step in steps:
+        queries = PagedQueries([1] * len(step), [16 * len(table) for table in step], step, 16)
+        for ours, wanted in zip(tables.flatten(queries), PageTables().flatten(queries), strict=True):
+            assert ours.tolist() == wanted.tolist()
+        step[-1][0] = 11  # a list that its owner changes later
+
+
 def test_pages_of_no_power_of_two_are_refused() -> None:
     with pytest.raises(ValueError, match="pages of 24 slots"):
-        flatten_tables(make_queries([(1, 30)], 24))
+        PageTables().flatten(make_queries([(1, 30)], 24))

@@ -15,6 +15,7 @@ import torch
 from compress.kernels import attention_triton, mla_triton
 from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.attention_triton import PagedAttentionTriton
+from compress.kernels.cpu.program import NotRecordable
 from compress.kernels.launch import Launch, run
 from compress.kernels.mla_triton import PagedLatentAttentionTriton
 from tests.kernels.latent_batches import latent_batch
@@ -177,7 +178,10 @@ def test_what_a_capacity_does_not_plan_is_refused() -> None:
         plan(batch.q_THD, batch.pages, AttentionOptions(window=30))
     with pytest.raises(ValueError, match=r"2 rows .* of 1"):
         plan(batch.q_THD.repeat(2, 1, 1), batch.pages, LAYERS[0])
+
+
+def test_latents_that_torch_attends_to_are_not_recorded() -> None:
     latents = latent_batch([(1, 40)], 16, 2, 144, 16)
     wide = PagedLatentAttentionTriton(latents.queries, CPU, Capacity(1, 1, 40, 3))
-    with pytest.raises(ValueError, match="rank 144: with a capacity, at most 128"):
+    with pytest.raises(NotRecordable, match="rank 144"):
         wide(latents.q_THR, latents.q_THE, latents.pages, 0.1)
