@@ -1,4 +1,4 @@
-"""Recorded steps: the same bits as computed ones, for any company, and never of a model that they would compute wrongly."""
+"""Recorded steps: the bits of computed ones in any company, and none of a model that they would compute wrongly."""
 
 from __future__ import annotations
 
