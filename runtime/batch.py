@@ -19,11 +19,25 @@ class Batch:
     """The tokens of all chunks, one after the other; `chunks` is their order."""
 
     chunks: tuple[Chunk, ...]
-    ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor  # where the keys and values of each token go
+    rows_3T: torch.Tensor  # ids, positions, and slots: where the keys and values of each token go
     queries: PagedQueries
     query_starts: tuple[int, ...]  # N + 1: chunk n is tokens query_starts[n] to query_starts[n + 1]
+
+    @property
+    def tokens(self) -> int:
+        return self.rows_3T.shape[1]
+
+    @property
+    def ids_T(self) -> torch.Tensor:
+        return self.rows_3T[0]
+
+    @property
+    def positions_T(self) -> torch.Tensor:
+        return self.rows_3T[1]
+
+    @property
+    def slots_T(self) -> torch.Tensor:
+        return self.rows_3T[2]
 
     @property
     def sampled(self) -> list[tuple[Chunk, int]]:
@@ -63,5 +77,5 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         tables=[chunk.request.pages for chunk in chunks],
         page_size=page_size,
     )
-    ids_T, positions_T, slots_T = torch.from_numpy(np.stack((np.array(ids), positions_T, slots_T))).to(device)
-    return Batch(chunks, ids_T, positions_T, slots_T, queries, tuple(starts_N.tolist()))
+    rows_3T = torch.from_numpy(np.stack((np.array(ids), positions_T, slots_T))).to(device)
+    return Batch(chunks, rows_3T, queries, tuple(starts_N.tolist()))

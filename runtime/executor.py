@@ -32,7 +32,7 @@ class Executor:
         self.cache = cache
         self.page_size = page_size
         self.device = device
-        self.replays = Replays(recorder_for(model, cache, device))
+        self.replays = Replays(recorder_for(model, cache, page_size, device))
 
     def run(self, batch: Batch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
         """Copy pages, then compute the batch's tokens into the cache; their hidden states [T, C] before the norm."""

@@ -1,7 +1,7 @@
 """Steps of few tokens, recorded once and replayed with new inputs in the same memory.
 
-What such a step costs beside its kernels is the launching of them. On a CPU a recording is a program of the compiled
-kernels, for a number of tokens. Steps that no recording fits are computed as they come.
+What such a step costs beside its kernels is the launching of them. A recording is a program of the compiled kernels on a
+CPU, a CUDA graph on a GPU. Steps that no recording fits are computed as they come.
 
 Shapes: T tokens, C hidden.
 """
@@ -11,21 +11,19 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from compress.kernels.cpu.program import Arena, NotRecordable, Program, record
-from compress.kernels.operations import Attention, LatentAttention
+from compress.kernels.cpu.program import NotRecordable
 from compress.runtime.batch import Batch
 from compress.runtime.cache import PagedCache
-from compress.runtime.models.attend import paged_attend, plan_attention
-from compress.runtime.models.model import Inputs, Model
+from compress.runtime.cuda_graphs import CudaRecorder
+from compress.runtime.models.model import Model
+from compress.runtime.programs import ProgramRecorder
 
-MAX_TOKENS = 64  # of a step: for more of them, what launching costs is lost in the work
 KEPT = 64  # recordings
-REPEATS = 2  # the step of a kind that is recorded: many a number of tokens comes once
+REPEATS = 2  # the step of a kind that is recorded: many a kind comes once. What the kernels need exists by then
 
 log = logging.getLogger(__name__)
 
@@ -81,44 +79,8 @@ class Replays:
         return hidden_TC
 
 
-@dataclass(frozen=True)
-class RecordedProgram:
-    inputs: Inputs
-    slots_T: torch.Tensor
-    attention: Attention | LatentAttention
-    program: Program
-    model: Model
-
-    def replay(self, batch: Batch) -> torch.Tensor:
-        inputs = self.model.inputs(batch.ids_T, batch.positions_T)
-        for held, new in zip(self.inputs.tensors, inputs.tensors, strict=True):
-            held.copy_(new)
-        self.slots_T.copy_(batch.slots_T)
-        self.attention.update(batch.queries)
-        return self.program.replay().clone()
-
-
-class ProgramRecorder:
-    """Programs of a CPU's compiled kernels: one for each number of tokens, whatever requests they belong to."""
-
-    def __init__(self, model: Model, cache: PagedCache) -> None:
-        self._model = model
-        self._cache = cache
-        self._arena = Arena()
-
-    def kind(self, batch: Batch) -> Hashable | None:
-        tokens = len(batch.ids_T)
-        return (tokens, torch.get_num_threads()) if tokens <= MAX_TOKENS else None
-
-    def record(self, batch: Batch) -> tuple[RecordedProgram, torch.Tensor]:
-        inputs = self._model.inputs(batch.ids_T, batch.positions_T)
-        slots_T = batch.slots_T.clone()
-        attention = plan_attention(self._model, batch.queries)
-        attend = paged_attend(self._model, self._cache.layers, attention, slots_T)
-        program = record(lambda: self._model.hidden(inputs, attend), self._arena)
-        return RecordedProgram(inputs, slots_T, attention, program, self._model), program.output.clone()
-
-
-def recorder_for(model: Model, cache: PagedCache, device: torch.device) -> Recorder | None:
-    """What records on a device; None where nothing does."""
-    return ProgramRecorder(model, cache) if device.type == "cpu" and model.replayable else None
+def recorder_for(model: Model, cache: PagedCache, page_size: int, device: torch.device) -> Recorder | None:
+    """What records on a device; None for a model whose steps are not alike."""
+    if not model.replayable:
+        return None
+    return ProgramRecorder(model, cache) if device.type == "cpu" else CudaRecorder(model, cache, page_size)

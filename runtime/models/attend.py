@@ -9,17 +9,19 @@ from typing import cast
 
 import torch
 
-from compress.kernels.attention import FullAttention, PagedQueries
+from compress.kernels.attention import Capacity, FullAttention, PagedQueries
 from compress.kernels.kv import KVCache
 from compress.kernels.mla import LatentPages
 from compress.kernels.operations import Attention, LatentAttention
 from compress.runtime.models.model import Attend, Model
 
 
-def plan_attention(model: Model, queries: PagedQueries) -> Attention | LatentAttention:
-    """The paged attention of one step, for every layer."""
+def plan_attention(
+    model: Model, queries: PagedQueries, capacity: Capacity | None = None
+) -> Attention | LatentAttention:
+    """The paged attention of one step, for every layer; with a capacity, of one step after the other."""
     operations = model.operations
-    return (operations.latent_attention if model.cache_layout[0].latent else operations.attention)(queries)
+    return (operations.latent_attention if model.cache_layout[0].latent else operations.attention)(queries, capacity)
 
 
 def paged_attend(model: Model, cache: KVCache, attention: Attention | LatentAttention, slots_T: torch.Tensor) -> Attend:
