@@ -32,6 +32,7 @@ from compress.kernels.cpu.attention import CompiledAttention
 from compress.kernels.cpu.isa import ISAS, Isa, supported
 from compress.kernels.cpu.latent import CompiledLatentAttention
 from compress.kernels.cpu.pointwise import CompiledRows
+from compress.kernels.cpu.store import store
 from compress.kernels.launch import interpreting
 from compress.kernels.linear import DenseLinear, DenseLinearCPU, Linear, SideBySide
 from compress.kernels.matmul import QuantizedWeight, dequantized
@@ -153,7 +154,7 @@ def prepare_operations(device: torch.device) -> Operations:
         add_rms_norm=rows.add_rms_norm,
         rotate=rows.rotate,
         gated=rows.gated,
-        store=rows.store,
+        store=partial(store, isa=path.isa),
         attention=partial(CompiledAttention, isa=path.isa),
         latent_attention=partial(CompiledLatentAttention, isa=path.isa),
     )

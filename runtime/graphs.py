@@ -1,7 +1,7 @@
 """Steps of few tokens, recorded once and replayed with new inputs in the same memory.
 
-What such a step costs beside its kernels is the launching of them. A recording is a program of the compiled kernels on a
-CPU, a CUDA graph on a GPU. Steps that no recording fits are computed as they come.
+What such a step costs beside its kernels is the launching of them. A recording is a program of the compiled kernels on
+a CPU, a CUDA graph on a GPU. Steps that no recording fits are computed as they come.
 
 Shapes: T tokens, C hidden.
 """

@@ -18,11 +18,11 @@ import torch
 from compress.kernels.attention import AttentionOptions, Capacity, PagedAttention, PagedQueries
 from compress.kernels.cpu.call import ATTENTION, Call, empty, head, pointer, run
 from compress.kernels.cpu.isa import Isa
+from compress.kernels.cpu.pages import CompiledPages, page_record, readable
 from compress.kernels.kv import Pages
 
 MAX_DIM = 256
 LANES = 16
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
 class _Request(ctypes.Structure):
@@ -33,25 +33,14 @@ class _Batch(ctypes.Structure):
     _fields_ = (("requests", ctypes.c_void_p), ("pages", ctypes.c_void_p), ("count", ctypes.c_int64))
 
 
-class _Cache(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("page", "slot", "head", "scale_page", "scale_slot", "scale_head", "type")
-        ),
-    )
-
-
 class _Problem(ctypes.Structure):
     _fields_ = (
         ("q", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("q_token", ctypes.c_int64),
         ("q_head", ctypes.c_int64),
-        ("keys", _Cache),
-        ("values", _Cache),
+        ("keys", CompiledPages),
+        ("values", CompiledPages),
         ("batch", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "page_size", "window")),
@@ -95,8 +84,8 @@ class CompiledAttention:
         heads, dim = q_THD.shape[1:]
         plain = q_THD.dtype == torch.float32 and q_THD.stride(2) == 1
         alike = pages.keys_PSKD.shape[2:] == pages.values_PSKD.shape[2:] and pages.keys_PSKD.shape[3] == dim
-        readable = _readable(pages.keys_PSKD) and _readable(pages.values_PSKD)
-        if not (plain and alike and readable) or dim > MAX_DIM or dim % LANES:
+        known = readable(pages.keys_PSKD) and readable(pages.values_PSKD)
+        if not (plain and alike and known) or dim > MAX_DIM or dim % LANES:
             return PagedAttention(self._queries)(q_THD, pages, options)
         out_THD = empty(*q_THD.shape)
         sinks_H = None if options.sinks_H is None else options.sinks_H.float().contiguous()
@@ -105,8 +94,8 @@ class CompiledAttention:
             out=out_THD.data_ptr(),
             q_token=q_THD.stride(0),
             q_head=q_THD.stride(1),
-            keys=_cache(pages.keys_PSKD, pages.key_scales_PSK),
-            values=_cache(pages.values_PSKD, pages.value_scales_PSK),
+            keys=page_record(pages.keys_PSKD, pages.key_scales_PSK),
+            values=page_record(pages.values_PSKD, pages.value_scales_PSK),
             batch=ctypes.addressof(self._batch),
             sinks=pointer(sinks_H),
             heads=heads,
@@ -121,23 +110,3 @@ class CompiledAttention:
         if self._rows < len(out_THD):
             out_THD[self._rows :] = 0  # rows of no request
         return out_THD
-
-
-def _readable(pages_PSKD: torch.Tensor) -> bool:
-    return pages_PSKD.dtype in _TYPES and pages_PSKD.stride(3) == 1
-
-
-def _cache(pages_PSKD: torch.Tensor, scales_PSK: torch.Tensor | None) -> _Cache:
-    page, slot, head = pages_PSKD.stride()[:3]
-    scale_page, scale_slot, scale_head = scales_PSK.stride() if scales_PSK is not None else (0, 0, 0)
-    return _Cache(
-        data=pages_PSKD.data_ptr(),
-        scales=pointer(scales_PSK),
-        page=page,
-        slot=slot,
-        head=head,
-        scale_page=scale_page,
-        scale_slot=scale_slot,
-        scale_head=scale_head,
-        type=_TYPES[pages_PSKD.dtype],
-    )

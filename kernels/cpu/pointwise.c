@@ -1,4 +1,4 @@
-/* The C interface of norms, gates, rotations and stores. */
+/* The C interface of norms, gates and rotations. */
 #include "program.h"
 
 #include <string.h>
@@ -61,17 +61,4 @@ void compress_rotate(const RotateCall *c)
             }
             memcpy(to + 2 * pairs, from + 2 * pairs, sizeof *to * (size_t)(dim - 2 * pairs));
         }
-}
-
-/* Float32 rows of tokens to their slots of pages of the same type; a slot below 0 is a row of padding. */
-void compress_store(const StoreCall *c)
-{
-    for (int64_t t = 0; t < c->tokens; t++) {
-        const int64_t slot = c->slots[t];
-        if (slot < 0)
-            continue;
-        float *to = c->pages + slot / c->page_size * c->page_stride + slot % c->page_size * c->slot_stride;
-        for (int64_t h = 0; h < c->heads; h++)
-            memcpy(to + h * c->page_head, c->x + t * c->token_stride + h * c->head_stride, sizeof *to * (size_t)c->dim);
-    }
 }

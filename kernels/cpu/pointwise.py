@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels import activation, kv, norm, rotary
+from compress.kernels import activation, norm, rotary
 from compress.kernels.activation import Gate
-from compress.kernels.cpu.call import GATE, HEAD_NORM, NORM, ROTATE, STORE, Call, empty, head, pointer, run
+from compress.kernels.cpu.call import GATE, HEAD_NORM, NORM, ROTATE, Call, empty, head, pointer, run
 from compress.kernels.cpu.isa import Isa
-from compress.kernels.kv import KVCache
 
 LANES = 16
 
@@ -40,15 +39,9 @@ class _RotateCall(Call):
     _fields_ = _fields("x cos sin out", "token_stride head_stride tokens heads dim pairs")
 
 
-class _StoreCall(Call):
-    _fields_ = _fields(
-        "x pages slots", "token_stride head_stride page_stride slot_stride page_head page_size tokens heads dim"
-    )
-
-
 @dataclass(frozen=True)
 class CompiledRows:
-    """Norms, rotations, gates and stores for one instruction set."""
+    """Norms, rotations and gates for one instruction set."""
 
     isa: Isa
 
@@ -120,26 +113,6 @@ class CompiledRows:
             x_T2I.shape[0], channels,
         ))  # fmt: skip
         return out_TI
-
-    def store(
-        self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache: KVCache, layer: int, slots_T: torch.Tensor
-    ) -> None:
-        """As kv.store."""
-        pages = cache.layer(layer)
-        tensors = (k_TKD, v_TKD, pages.keys_PSKD, pages.values_PSKD)
-        plain = all(tensor.dtype == torch.float32 and tensor.stride(-1) == 1 for tensor in tensors)
-        fits = all(
-            x.shape[0] == len(slots_T) and x.shape[1:] == pages_PSKD.shape[2:]
-            for x, pages_PSKD in ((k_TKD, pages.keys_PSKD), (v_TKD, pages.values_PSKD))
-        )
-        if not (plain and fits and slots_T.dtype == torch.int64 and slots_T.is_contiguous()):
-            kv.store(k_TKD, v_TKD, cache, layer, slots_T)
-            return
-        for x_TKD, pages_PSKD in ((k_TKD, pages.keys_PSKD), (v_TKD, pages.values_PSKD)):
-            run(_StoreCall(
-                *head(STORE, self.isa), x_TKD.data_ptr(), pages_PSKD.data_ptr(), slots_T.data_ptr(),
-                *x_TKD.stride()[:2], *pages_PSKD.stride()[:3], pages_PSKD.shape[1], *x_TKD.shape,
-            ))  # fmt: skip
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

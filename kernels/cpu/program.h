@@ -11,7 +11,7 @@ enum { CALL_LINEAR = 0, CALL_NORM = 1, CALL_HEAD_NORM = 2, CALL_GATE = 3, CALL_R
 /* The head of each record. */
 typedef struct {
     int32_t operation, isa, threads;
-    int32_t variant; /* linear: exact; norms: 1 + weight; gate: gelu; rotate: interleaved */
+    int32_t variant; /* linear: exact; norms: 1 + weight; gate: gelu; rotate: interleaved; store: static scales */
 } Call;
 
 typedef struct {
@@ -59,9 +59,9 @@ typedef struct {
 typedef struct {
     Call call;
     const float *x;
-    float *pages;
     const int64_t *slots;
-    int64_t token_stride, head_stride, page_stride, slot_stride, page_head, page_size, tokens, heads, dim;
+    Cache pages;
+    int64_t token_stride, head_stride, page_size, tokens, heads, dim;
 } StoreCall;
 
 typedef struct {

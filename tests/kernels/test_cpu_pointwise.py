@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from compress.kernels import activation, kv, norm, rotary
+from compress.kernels import activation, norm, rotary
 from compress.kernels.activation import Gate
 from compress.kernels.cpu.isa import supported
 from compress.kernels.cpu.pointwise import CompiledRows
-from compress.kernels.kv import KVCache
 
 pytestmark = pytest.mark.skipif(not supported(), reason="no C compiler on this machine")
 ISAS = supported()
@@ -70,21 +69,6 @@ def test_gates(rows: CompiledRows, gate: Gate) -> None:
     assert rows.gated(x_T2I, gate).isnan().nonzero().tolist() == [[1, 5]]
 
 
-def test_stores_leave_every_other_slot_alone(rows: CompiledRows) -> None:
-    """A slot of −1 is a row of padding."""
-    torch.manual_seed(0)
-    qkv_THD = torch.randn(6, 7, 16)
-    k_TKD, v_TKD = qkv_THD[:, 3:5], qkv_THD[:, 5:]
-    slots_T = torch.tensor([5, 17, -1, 0, 63, 30])
-    ours, expected = (
-        KVCache(*(tuple(torch.full((4, 16, 2, 16), torch.nan) for _ in range(2)) for _ in range(2))) for _ in range(2)
-    )
-    rows.store(k_TKD, v_TKD, ours, 1, slots_T)
-    kv.store(k_TKD[slots_T >= 0], v_TKD[slots_T >= 0], expected, 1, slots_T[slots_T >= 0])
-    for one, other in zip((*ours.keys, *ours.values), (*expected.keys, *expected.values), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
 def test_instruction_sets_give_the_same_bits() -> None:
     torch.manual_seed(0)
     x_TC, weight_C = torch.randn(9, 96) * 3, torch.randn(96)
@@ -123,8 +107,3 @@ def test_shapes_that_broadcast_go_to_the_reference(rows: CompiledRows) -> None:
         rows.rms_norm(x_TC, row_C[:16], 1e-5)
     with pytest.raises(RuntimeError):
         rows.rotate(x_THD, torch.randn(4, 16), torch.randn(4, 16))
-    cache = KVCache((torch.zeros(2, 4, 2, 16),), (torch.zeros(2, 4, 2, 16),))
-    with pytest.raises((IndexError, RuntimeError)):
-        rows.store(x_THD, x_THD, cache, 0, torch.tensor([0, 1, 2]))
-    with pytest.raises((IndexError, RuntimeError)):
-        rows.store(x_THD[..., :8], x_THD, cache, 0, torch.arange(4))
