@@ -21,7 +21,8 @@ def plan_attention(
 ) -> Attention | LatentAttention:
     """The paged attention of one step, for every layer; with a capacity, of one step after the other."""
     operations = model.operations
-    return (operations.latent_attention if model.cache_layout[0].latent else operations.attention)(queries, capacity)
+    plan = operations.latent_attention if model.cache_layout[0].latent else operations.attention
+    return plan(queries, capacity=capacity)
 
 
 def paged_attend(model: Model, cache: KVCache, attention: Attention | LatentAttention, slots_T: torch.Tensor) -> Attend:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from compress.kernels.cpu.build import library
+from compress.kernels.dispatch import force
 from compress.runtime import graphs
 from compress.runtime.engine import Completion, Engine, SamplingParams
+from compress.runtime.cuda_graphs import Captured, CudaRecorder
 from compress.runtime.graphs import Replays
+from tests.runtime.test_mla import MLA
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
@@ -116,3 +120,47 @@ def test_hidden_states_outlive_the_next_step(directory: Path) -> None:
         engine.step()
     assert engine.executor.replays.steps >= 5
     assert all(torch.equal(hidden_TC, copy_TC) for hidden_TC, copy_TC in kept)
+
+
+def rerun(function: Callable[[], torch.Tensor]) -> Captured:
+    """What a CUDA graph does, on a CPU: the same work on the same memory."""
+    output = function()
+
+    def again() -> None:
+        output.copy_(function())
+
+    return again, output
+
+
+def with_graphs(directory: Path, **settings: object) -> Engine:
+    engine = Engine.load(directory, **settings)  # type: ignore[arg-type]
+    executor = engine.executor
+    executor.replays = Replays(CudaRecorder(executor.model, executor.cache, executor.page_size, rerun))
+    return engine
+
+
+@pytest.mark.parametrize("settings", [{}, {"page_size": 1}, {"speculate": 3}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2"])
+def test_rows_that_fill_up_a_graph_change_nothing(family: str, settings: dict[str, object], tmp_path: Path) -> None:
+    """Seven requests run in a graph for eight, with drafts of different lengths, windows, and latents."""
+    changes = {"llama": HEADS, "gemma2": {"head_dim": 16, "sliding_window": 8}, "deepseek_v2": MLA}[family]
+    if family == "deepseek_v2" and "kv_dtype" in settings:
+        pytest.skip("latents are not quantized")
+    with force("reference"):
+        source = tiny_model(tmp_path, family, **changes)
+        expected = completions(without_recordings(source, **settings))
+        engine = with_graphs(source, **settings)
+        for _ in range(2):
+            assert_close(completions(engine), expected)
+    replays = engine.executor.replays
+    assert replays.steps > 20
+    assert any(kind.tokens > 7 for kind in replays._kept)  # type: ignore[attr-defined]
+    engine.scheduler.pool.check([])
+
+
+def assert_close(ours: list[Completion], expected: list[Completion]) -> None:
+    """The same tokens, and log-probabilities that differ by rounding: rows are summed in other tiles."""
+    for one, other in zip(ours, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        ours_k, expected_k = ([score.chosen for score in c.logprobs or []] for c in (one, other))
+        torch.testing.assert_close(torch.tensor(ours_k), torch.tensor(expected_k), rtol=0, atol=1e-4)
