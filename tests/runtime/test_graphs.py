@@ -11,8 +11,8 @@ import torch
 from compress.kernels.cpu.build import library
 from compress.kernels.dispatch import force
 from compress.runtime import graphs
-from compress.runtime.engine import Completion, Engine, SamplingParams
 from compress.runtime.cuda_graphs import Captured, CudaRecorder
+from compress.runtime.engine import Completion, Engine, SamplingParams
 from compress.runtime.graphs import Replays
 from tests.runtime.test_mla import MLA
 from tests.tiny import tiny_model
