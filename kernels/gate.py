@@ -178,8 +178,6 @@ def conclude(rows: Sequence[Row], options: argparse.Namespace, budget_file: Path
     print(plain_table(rows))
     for line in refusals(rows):
         print(f"refused: {line}")
-    if not budget.knows(triton):
-        print(f"no instructions per element are recorded for Triton {triton}: not compared")
     out = options.out or (REPORT if whole and REPORT.parent.is_dir() else None)
     if out is not None:
         out.write_text(report(rows, described))
@@ -187,6 +185,9 @@ def conclude(rows: Sequence[Row], options: argparse.Namespace, budget_file: Path
     for line in found:
         print(f"objection: {line}", file=sys.stderr)
     verdict = f"{len(found)} objections" if found else "no objection"
+    if not budget.knows(triton):
+        known = ", ".join(budget.per_element)
+        verdict += f"; INSTRUCTIONS NOT COMPARED: none are recorded for Triton {triton}, only for {known}"
     print(f"{len({row.case.name for row in rows})} cases, {len(rows)} builds, {described}: {verdict}")
     return 1 if found else 0
 

@@ -20,7 +20,7 @@ from compress.kernels.attention_plan import DeviceWork, Partials, StepPlan
 from compress.kernels.attention_triton import LOG2E, plan_reduction
 from compress.kernels.attention_work import Cut, Tile
 from compress.kernels.cpu.program import NotRecordable
-from compress.kernels.launch import Launch, Target, run, strides, target_of
+from compress.kernels.launch import Launch, Target, run, strides, target_of, unit_stride
 from compress.kernels.mla import LatentPages, PagedLatentAttention
 
 
@@ -199,6 +199,7 @@ class PagedLatentAttentionTriton:
             if self._step.capacity is not None:
                 raise NotRecordable(f"float32 latents of rank {q_THR.shape[2]} are attended to by torch")
             return PagedLatentAttention(self._step.queries)(q_THR, q_THE, pages, scale)
+        q_THR, q_THE = unit_stride(q_THR), unit_stride(q_THE)
         out_THR = torch.empty(q_THR.shape, dtype=q_THR.dtype, device=q_THR.device)
         tile = choose_latent_tile(q_THR, self._target)
         cut = Cut(None, 1, tile.keys)

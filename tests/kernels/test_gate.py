@@ -197,6 +197,20 @@ def test_the_command_records_then_passes_then_objects(
     assert gate.main(arguments, cases, budget) == 1
 
 
+def test_a_compiler_without_a_record_is_told_in_the_last_line(
+    tmp_path: Path, cases: dict[str, tuple[Target, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The gate passes, but nobody who reads its verdict alone takes that for a comparison."""
+    budget = tmp_path / "budget.json"
+    Budget({"2.0.0": {"gemm": {"sm_80": 1.0}}}).write(budget)
+    assert gate.main(["--target", "sm_80"], cases, budget) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    told = f"none are recorded for Triton {triton.__version__}, only for 2.0.0"
+    assert last.endswith(f": no objection; INSTRUCTIONS NOT COMPARED: {told}")
+    assert gate.main(["--target", "sm_80", "--record"], cases, budget) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(": no objection")
+
+
 def test_few_targets(cases: dict[str, tuple[Target, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gate.main(["--few"], cases, tmp_path / "budget.json")
     shown = capsys.readouterr().out.splitlines()

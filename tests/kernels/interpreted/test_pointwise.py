@@ -427,24 +427,3 @@ def test_references_agree_in_float32() -> None:
     for gate in ("silu", "gelu", "gelu_tanh"):
         torch.testing.assert_close(gate_kernel.gated(x, gate), activation.gated(x, gate))
     torch.testing.assert_close(logprob_kernel.kl_divergence(x, x * 0.5), logprob.kl_divergence(x, x * 0.5))
-
-
-def test_rows_whose_neighbours_lie_apart() -> None:
-    """Every second column of a wider matrix, and a transposed one: as a copy of them, to the bit."""
-    x, target = torch.randn(6, 128)[:, ::2], torch.arange(12)[::2]
-    turned, weight = torch.randn(64, 6).t(), torch.randn(128)[::2]
-    for ours in (
-        lambda x: norm_kernel.rms_norm(x, weight, 1e-5),
-        lambda x: norm_kernel.add_rms_norm(x, turned, weight, 1e-5)[1],
-        lambda x: gate_kernel.gated(x, "silu"),
-        lambda x: rotary_kernel.rotate(x[:, None], turned[:, :32], x[:, 32:]),
-        lambda x: quant_kernel.quantize_tokens(x, "int8", 32)[0],
-        lambda x: logprob_kernel.token_logprobs(x, target).logprob_T,
-        lambda x: logprob_kernel.kl_divergence(x, turned),
-    ):
-        assert torch.equal(ours(x), ours(x.contiguous()))
-    expected = norm.add_rms_norm(x, turned, weight, 1e-5)
-    for one, other in zip(norm_kernel.add_rms_norm(x, turned, weight, 1e-5), expected, strict=True):
-        torch.testing.assert_close(one, other)
-    picked = logprob.token_logprobs(x, target).logprob_T
-    torch.testing.assert_close(logprob_kernel.token_logprobs(x, target).logprob_T, picked)
