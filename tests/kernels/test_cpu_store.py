@@ -18,10 +18,6 @@ PAGES, SLOTS, HEADS = 5, 16, 2
 compiled = partial(store, isa="portable")
 
 
-def tensor_of_pages(dtype: torch.dtype, dim: int) -> torch.Tensor:
-    return torch.full((PAGES, SLOTS, HEADS, dim), 7.0).to(dtype)
-
-
 def cache(keys: torch.dtype, values: torch.dtype, dim: int, static_K: torch.Tensor | None = None) -> KVCache:
     def scales(dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
         if dtype not in LIMITS:
@@ -30,8 +26,10 @@ def cache(keys: torch.dtype, values: torch.dtype, dim: int, static_K: torch.Tens
             return tuple(static_scales(static_K, PAGES, SLOTS) for _ in range(2))
         return tuple(torch.full((PAGES, SLOTS, HEADS), 7.0) for _ in range(2))
 
-    pages = (tuple(tensor_of_pages(dtype, dim) for _ in range(2)) for dtype in (keys, values))
-    return KVCache(*pages, scales(keys), scales(values))
+    def pages(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.full((PAGES, SLOTS, HEADS, dim), 7.0).to(dtype) for _ in range(2))
+
+    return KVCache(pages(keys), pages(values), scales(keys), scales(values))
 
 
 def assert_stored_alike(k_TKD: torch.Tensor, v_TKD: torch.Tensor, slots_T: torch.Tensor, *made: object) -> None:

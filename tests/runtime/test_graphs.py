@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.runtime.test_mla import MLA
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
-HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def completions(engine: Engine) -> list[Completion]:
     return engine.generate(prompts(), params())
 
 
-def without_recordings(directory: Path, **settings: object) -> Engine:
-    engine = Engine.load(directory, **settings)  # type: ignore[arg-type]
+def without_recordings(directory: Path, **settings: Any) -> Engine:
+    engine = Engine.load(directory, **settings)
     engine.executor.replays = Replays(None)
     return engine
 
@@ -51,9 +52,9 @@ def without_recordings(directory: Path, **settings: object) -> Engine:
 @pytest.mark.parametrize(
     "settings", [{}, {"page_size": 1}, {"max_batched_tokens": 9}, {"speculate": 3}, {"kv_dtype": "int8:fp8"}]
 )
-def test_replayed_steps_give_the_bits_of_computed_ones(directory: Path, settings: dict[str, object]) -> None:
+def test_replayed_steps_give_the_bits_of_computed_ones(directory: Path, settings: dict[str, Any]) -> None:
     expected = completions(without_recordings(directory, **settings))
-    engine = Engine.load(directory, **settings)  # type: ignore[arg-type]
+    engine = Engine.load(directory, **settings)
     for _ in range(3):  # the third time nearly every step has been recorded
         assert completions(engine) == expected
     assert engine.executor.replays.steps > 10
@@ -68,7 +69,7 @@ def test_replayed_steps_give_the_bits_of_computed_ones(directory: Path, settings
         ("qwen2", {}),  # biases
     ],
 )
-def test_families_are_replayed(family: str, changes: dict[str, object], tmp_path: Path) -> None:
+def test_families_are_replayed(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     source = tiny_model(tmp_path, family, **changes)
     expected = completions(without_recordings(source))
     engine = Engine.load(source)
@@ -78,10 +79,10 @@ def test_families_are_replayed(family: str, changes: dict[str, object], tmp_path
 
 
 @pytest.mark.parametrize("settings", [{"dtype": torch.bfloat16}])
-def test_what_cannot_be_recorded_is_computed(directory: Path, settings: dict[str, object]) -> None:
+def test_what_cannot_be_recorded_is_computed(directory: Path, settings: dict[str, Any]) -> None:
     """Torch rounds to bfloat16 between the compiled kernels."""
     expected = completions(without_recordings(directory, **settings))
-    engine = Engine.load(directory, **settings)  # type: ignore[arg-type]
+    engine = Engine.load(directory, **settings)
     assert completions(engine) == completions(engine) == expected
     assert engine.executor.replays.steps == 0
 
@@ -110,12 +111,12 @@ def test_hidden_states_outlive_the_next_step(directory: Path) -> None:
     run = engine.executor.run
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def watched(*arguments: object) -> torch.Tensor:
-        hidden_TC = run(*arguments)  # type: ignore[arg-type]
+    def watched(*arguments: Any) -> torch.Tensor:
+        hidden_TC = run(*arguments)
         kept.append((hidden_TC, hidden_TC.clone()))
         return hidden_TC
 
-    engine.executor.run = watched  # type: ignore[method-assign]
+    engine.executor.run = watched
     while request.status != "finished":
         engine.step()
     assert engine.executor.replays.steps >= 5
@@ -132,8 +133,8 @@ def rerun(function: Callable[[], torch.Tensor]) -> Captured:
     return again, output
 
 
-def with_graphs(directory: Path, **settings: object) -> Engine:
-    engine = Engine.load(directory, **settings)  # type: ignore[arg-type]
+def with_graphs(directory: Path, **settings: Any) -> Engine:
+    engine = Engine.load(directory, **settings)
     executor = engine.executor
     executor.replays = Replays(CudaRecorder(executor.model, executor.cache, executor.page_size, rerun))
     return engine
@@ -141,7 +142,7 @@ def with_graphs(directory: Path, **settings: object) -> Engine:
 
 @pytest.mark.parametrize("settings", [{}, {"page_size": 1}, {"speculate": 3}, {"kv_dtype": "int8"}])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2"])
-def test_rows_that_fill_up_a_graph_change_nothing(family: str, settings: dict[str, object], tmp_path: Path) -> None:
+def test_rows_that_fill_up_a_graph_change_nothing(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Seven requests run in a graph for eight, with drafts of different lengths, windows, and latents."""
     changes = {"llama": HEADS, "gemma2": {"head_dim": 16, "sliding_window": 8}, "deepseek_v2": MLA}[family]
     if family == "deepseek_v2" and "kv_dtype" in settings:
@@ -154,7 +155,7 @@ def test_rows_that_fill_up_a_graph_change_nothing(family: str, settings: dict[st
             assert_close(completions(engine), expected)
     replays = engine.executor.replays
     assert replays.steps > 20
-    assert any(kind.tokens > 7 for kind in replays._kept)  # type: ignore[attr-defined]
+    assert any(kind.tokens > 7 for kind in replays._kept)
     engine.scheduler.pool.check([])
 
 
