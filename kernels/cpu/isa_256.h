@@ -89,14 +89,6 @@ static inline vf vf_load_bf16(const uint16_t *p)
 }
 static inline vf vf_from_nibble(vi v) { return vf_from_int(vi_sub(vi_and(v, vi_set1(15)), vi_set1(8))); }
 static inline vf vf_from_byte(vi v) { return vf_from_int(vi_sub(vi_and(v, vi_set1(255)), vi_set1(128))); }
-static inline vf vf_from_bf16_low(vi v) { return vf_cast(vi_shift_left(v, 16)); }
-static inline vf vf_from_bf16_high(vi v) { return vf_cast(vi_and(v, vi_set1((int)0xffff0000u))); }
-static inline vf vf_from_f16(vi v)
-{
-    const vi low = vi_and(v, vi_set1(0xffff));
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low.a, low.b), 0xd8);
-    return vf_make(_mm256_cvtph_ps(_mm256_castsi256_si128(packed)), _mm256_cvtph_ps(_mm256_extracti128_si256(packed, 1)));
-}
 
 /* Transpose 8 rows of `count` words, with zeros past them, which are not read: the last row may end where its file
  * does. The same bytes of the next panel are asked for on the way. */
@@ -211,6 +203,26 @@ static inline __attribute__((always_inline)) void dot_bytes(const uint8_t *const
     }
 }
 #endif
+
+#define HOLD(v) /* no register is left for it */
+#define TILE_SUMS 6
+#define TILE_TOKENS 3
+#define ROW_TILES(run) run(3, 2) run(2, 3) run(1, 6) /* tokens by rows of floats: 6 sums in 12 registers */
+
+/* The sums of eight vectors; each halving adds the lanes of two. */
+static inline void add_lanes_of_8(const vf *v, float *out)
+{
+    __m256 a[4], b[2];
+    for (int i = 0; i < 4; i++) {
+        const __m256 p = _mm256_add_ps(v[i].a, v[i].b), q = _mm256_add_ps(v[i + 4].a, v[i + 4].b);
+        a[i] = _mm256_add_ps(_mm256_permute2f128_ps(p, q, 0x20), _mm256_permute2f128_ps(p, q, 0x31));
+    }
+    for (int i = 0; i < 2; i++) {
+        const __m256d p = _mm256_castps_pd(a[2 * i]), q = _mm256_castps_pd(a[2 * i + 1]);
+        b[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(p, q)), _mm256_castpd_ps(_mm256_unpackhi_pd(p, q)));
+    }
+    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_shuffle_ps(b[0], b[1], 0x88), _mm256_shuffle_ps(b[0], b[1], 0xdd)));
+}
 
 #include "panel.h"
 #else

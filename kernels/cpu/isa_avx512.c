@@ -44,12 +44,6 @@ static inline vf vf_from_byte(vi v)
     const vi byte = _mm512_and_si512(v, _mm512_set1_epi32(255));
     return _mm512_cvtepi32_ps(_mm512_sub_epi32(byte, _mm512_set1_epi32(128)));
 }
-static inline vf vf_from_bf16_low(vi v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
-static inline vf vf_from_bf16_high(vi v)
-{
-    return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000u)));
-}
-static inline vf vf_from_f16(vi v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
 
 static inline vi vi_round(vf v) { return _mm512_cvtps_epi32(v); }
 static inline void vi_narrow(int8_t *p, vi v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(v)); }
@@ -131,6 +125,29 @@ static inline __attribute__((always_inline)) void dot_bytes(const uint8_t *const
         }
 }
 #define dot_nibbles dot_bytes
+
+#define HOLD(v) __asm__("" : "+v"(v))
+#define TILE_SUMS 24
+#define TILE_TOKENS 8
+#define ROW_TILES(run) run(8, 3) run(6, 4) run(4, 6) run(2, 8) run(1, 8) /* tokens by rows of floats: up to 24 sums */
+
+/* The sums of eight vectors; each halving adds the lanes of two. */
+static inline void add_lanes_of_8(const vf *v, float *out)
+{
+    vf a[4], b[2];
+    for (int i = 0; i < 4; i++) { /* the eighths of the order in which they come out */
+        const vf p = v[i], q = v[i + 4];
+        a[i] = vf_add(_mm512_shuffle_f32x4(p, q, 0x44), _mm512_shuffle_f32x4(p, q, 0xee));
+    }
+    for (int i = 0; i < 2; i++)
+        b[i] = vf_add(_mm512_shuffle_f32x4(a[i], a[i + 2], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 2], 0xdd));
+    /* quarters of b: 0 4 2 6 and 1 5 3 7 */
+    const __m512d p = _mm512_castps_pd(b[0]), q = _mm512_castps_pd(b[1]);
+    const vf two = vf_add(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+    const vf one = vf_add(two, _mm512_permute_ps(two, 0xb1));
+    const vi order = _mm512_setr_epi32(0, 2, 8, 10, 4, 6, 12, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, one)));
+}
 
 #include "panel.h"
 #else

@@ -55,14 +55,6 @@ static inline vf vf_load_f16(const uint16_t *p) { vf v; EACH v.v[i] = f16_to_flo
 static inline vf vf_load_bf16(const uint16_t *p) { vf v; EACH v.v[i] = float_of_bits((uint32_t)p[i] << 16); return v; }
 static inline vf vf_from_nibble(vi v) { vf out; EACH out.v[i] = (float)((v.v[i] & 15) - 8); return out; }
 static inline vf vf_from_byte(vi v) { vf out; EACH out.v[i] = (float)((v.v[i] & 255) - 128); return out; }
-static inline vf vf_from_bf16_low(vi v) { vf out; EACH out.v[i] = float_of_bits((uint32_t)v.v[i] << 16); return out; }
-static inline vf vf_from_bf16_high(vi v)
-{
-    vf out;
-    EACH out.v[i] = float_of_bits((uint32_t)v.v[i] & 0xffff0000u);
-    return out;
-}
-static inline vf vf_from_f16(vi v) { vf out; EACH out.v[i] = f16_to_float((uint16_t)v.v[i]); return out; }
 
 static inline vi vi_set1(int x) { vi v; EACH v.v[i] = x; return v; }
 static inline vi vi_add(vi a, vi b) { EACH a.v[i] += b.v[i]; return a; }
@@ -103,5 +95,21 @@ static inline void dot_bytes(const uint8_t *const *w, const int8_t *q, int64_t w
     }
 }
 #define dot_nibbles dot_bytes
+
+#define HOLD(v)
+#define TILE_SUMS 6
+#define TILE_TOKENS 3
+#define ROW_TILES(run) run(3, 2) run(2, 3) run(1, 6) /* tokens by rows of floats */
+
+static inline void add_lanes_of_8(const vf *v, float *out)
+{
+    for (int i = 0; i < 8; i++) {
+        vf sum = v[i];
+        for (int width = 8; width; width /= 2)
+            for (int j = 0; j < width; j++)
+                sum.v[j] += sum.v[j + width];
+        out[i] = sum.v[0];
+    }
+}
 
 #include "panel.h"

@@ -53,6 +53,8 @@ int compress_linear(const LinearCall *c)
     p.groups = (k + group - 1) / group;
 
     const Kernels *kernels = kernels_of(c->call.isa);
+    if (parts[0].kind >= KIND_BF16)
+        return linear_rows(kernels, &p, threads, parts, count);
     const int64_t rows = kernels->panels * ROWS;
     int64_t strips = 0;
     int asymmetric = 0;

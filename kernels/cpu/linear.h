@@ -38,8 +38,8 @@ typedef struct {
     int8_t *q;       /* [m, padded] */
     float *q_scale;  /* [m, blocks] */
     int32_t *q_sum;  /* [m, blocks] */
-    float *x_sum;    /* [m, blocks]; exact alone, as is x_tiles [m / tile, k, tile] */
-    float *x_tiles;
+    float *x_sum;    /* [m, blocks]; exact alone */
+    float *x_tiles;  /* of codes, exact: [m / tile, k, tile]; of floats: [k / 16, tokens, 16] of each tile (rows.h) */
 } Problem;
 
 static inline int kind_bits(int kind)
@@ -59,8 +59,11 @@ typedef struct {
     int panels, tile;
     RowKernels rows;
     Attend attend;
+    void (*pack_token)(const Problem *, int token);
+    void (*float_rows)(const Problem *, const Part *, int64_t row, int64_t stop);
 } Kernels;
 const Kernels *kernels_of(int isa);
+int linear_rows(const Kernels *kernels, Problem *p, int threads, const Part *parts, int count);
 extern const Kernels kernels_portable;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512;

@@ -103,10 +103,7 @@ class CompiledLinear:
 def refusal(weight: torch.Tensor | PackedWeight) -> str | None:
     """Why the compiled kernels do not read a weight; None where they do."""
     if isinstance(weight, torch.Tensor):
-        if weight.dtype not in _KINDS:
-            return f"{weight.dtype} rows"
-        odd = weight.shape[1] * weight.element_size() % 4  # rows are read by words of four bytes
-        return f"rows of {weight.shape[1]} {weight.dtype} numbers, an odd count" if odd else None
+        return None if weight.dtype in _KINDS else f"{weight.dtype} rows"
     if weight.bits not in (4, 8):
         return f"{weight.bits}-bit codes"
     group = _group(weight)

@@ -1,4 +1,4 @@
-/* y = x * dequant(W)^T on panels of 16 rows of W: what is the same for every instruction set.
+/* y = x * dequant(W)^T on panels of 16 rows of codes W: what is the same for every instruction set.
  *
  * A file isa_*.c defines the vector types and the operations named below, then includes this one.
  *
@@ -61,7 +61,7 @@ static void turn_bytes(const Strip *strip, int panel, int64_t offset, int words,
     }
 }
 
-/* The same as float32: [k, 16], codes less half their range, or the floats themselves. */
+/* The same as float32: [k, 16], codes less half their range. */
 static void turn_floats(const Strip *strip, int panel, int64_t offset, int words, float *out)
 {
     const int kind = strip->part->kind;
@@ -72,17 +72,9 @@ static void turn_floats(const Strip *strip, int panel, int64_t offset, int words
             if (kind == KIND_INT4) {
                 for (int n = 0; n < 8; n++)
                     vf_store(out + ROWS * (8 * i + n), vf_from_nibble(vi_shift_right(v[i], 4 * n)));
-            } else if (kind == KIND_INT8) {
+            } else {
                 for (int n = 0; n < 4; n++)
                     vf_store(out + ROWS * (4 * i + n), vf_from_byte(vi_shift_right(v[i], 8 * n)));
-            } else if (kind == KIND_BF16) {
-                vf_store(out + ROWS * 2 * i, vf_from_bf16_low(v[i]));
-                vf_store(out + ROWS * (2 * i + 1), vf_from_bf16_high(v[i]));
-            } else if (kind == KIND_F32) {
-                vi_store((uint8_t *)(out + ROWS * i), v[i]);
-            } else {
-                vf_store(out + ROWS * 2 * i, vf_from_f16(v[i]));
-                vf_store(out + ROWS * (2 * i + 1), vf_from_f16(vi_shift_right(v[i], 16)));
             }
         }
         out += ROWS * COLUMNS * (32 / kind_bits(kind));
@@ -330,5 +322,7 @@ static void token_kernel(const Problem *p, int token, int nibbles)
 #include "pointwise.h"
 /* after pointwise.h, whose exponential it uses */
 #include "attention.h"
+#include "rows.h"
 
-const Kernels KERNELS = {token_kernel, strip_kernel, PANELS, TILE, {norm_row, gate_row}, attend_block};
+const Kernels KERNELS = {token_kernel, strip_kernel, PANELS,     TILE,      {norm_row, gate_row},
+                         attend_block, pack_token,   float_rows};
