@@ -74,7 +74,6 @@ class PackedWork:
             cut: DeviceWork(parts[1 + 2 * i], parts[2 + 2 * i], room.partial_rows)
             for i, (cut, room) in enumerate(zip(cuts, rooms, strict=True))
         }
-        self._partials: dict[tuple[int, int], Partials] = {}
         self._fill(arrays)
 
     def update(self, queries: PagedQueries) -> None:
@@ -82,11 +81,12 @@ class PackedWork:
         self._fill(self._plan(queries)[0])
 
     def partials(self, heads: int, head_dim: int) -> Partials:
-        """Workspace for the largest of the cuts: the launches of a step take turns with it."""
-        if (heads, head_dim) not in self._partials:
-            rows = max((work.partial_rows for work in self.works.values()), default=0)
-            self._partials[heads, head_dim] = allocate_partials(rows, heads, head_dim, self.buffer.device)
-        return self._partials[heads, head_dim]
+        """Workspace for the largest of the cuts: the launches of a layer take turns with it.
+
+        Of each call: in a capture it is of the graphs' pool, which all layers and all graphs share.
+        """
+        rows = max((work.partial_rows for work in self.works.values()), default=0)
+        return allocate_partials(rows, heads, head_dim, self.buffer.device)
 
     def _plan(self, queries: PagedQueries) -> tuple[list[np.ndarray], list[Room]]:
         table, starts_N = self._tables.flatten(queries)

@@ -22,6 +22,7 @@ from tests.kernels.latent_batches import latent_batch
 from tests.kernels.paged_batches import make_batch
 
 Plan = Any  # of either kind of attention
+POOLED = ("out", "partial_sums", "partial_norms")
 CPU = torch.device("cpu")
 CONTEXTS = (520, 40, 1030, 530)  # of what is written; a step sees some of it
 DECODING = [  # (which request, new tokens, context) of each step
@@ -68,11 +69,10 @@ class Recorder:
 
 
 def described(launch: Launch) -> tuple[object, ...]:
-    """Grid, numbers and addresses, but for the result's, which a call outside a graph has of its own."""
+    """Grid, numbers, shapes and addresses, but for those of memory that a capture takes from its pool."""
     values = {
-        name: value.data_ptr() if isinstance(value, torch.Tensor) else value
+        name: (value.shape, None if name in POOLED else value.data_ptr()) if isinstance(value, torch.Tensor) else value
         for name, value in launch.arguments.items()
-        if name != "out"
     }
     return launch.kernel, launch.grid, values, launch.num_warps, launch.num_stages
 
