@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from benchmarks.gpu_clock import Bench
 from benchmarks.gpu_inputs import Check, Inputs, error_of, poisoned
 from benchmarks.gpu_paged import PAGE, latent_case, paged_cases
+from benchmarks.gpu_replay import check_replays
 from benchmarks.gpu_shapes import CHECKED, random_weight
 from benchmarks.gpu_tables import Column, Deadline, Section
 from compress.kernels import kv, matmul, narrow_matmul, token_quant
@@ -180,6 +181,7 @@ def _check(name: str, inputs: Inputs, got: torch.Tensor, expected: torch.Tensor)
 GROUPS: tuple[Callable[[Bench, Inputs], Iterator[Check]], ...] = (
     check_linears,
     check_attention,
+    check_replays,
     check_cache,
     check_narrow_linears,
     check_pointwise,
