@@ -24,7 +24,7 @@ from compress.runtime.tokenizer import has_tokenizer
 
 T = TypeVar("T")
 QUICK = 1 << 16  # characters that are tokenized in a moment: a text that is too long is then told its tokens
-LIMIT = 1 << 20  # characters of a text that need not fit the context; one core takes a second or two for so many
+LIMIT = 1 << 18  # characters of a text that need not fit the context, or ids; half a second of one core
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,18 @@ class Prompts:
             return await events.run_in_executor(self._quick, lambda: function(self._tokenizer))
         return await events.run_in_executor(self._slow, lambda: function(self._spare))
 
-    async def text(self, text: str, add_special_tokens: bool, context: int | None = None) -> list[int]:
-        """Token ids. Raises UserError for a text too long for a `context` in tokens, or where none is given, at all."""
+    async def text(self, text: str, add_special_tokens: bool, context: int, fits: bool = True) -> list[int]:
+        """Token ids. Raises UserError, before others wait, for a text that cannot fit a `context` in tokens.
+
+        Where it need not fit, for one that is beyond LIMIT besides.
+        """
         self._needed("prompt")
-        self._check_length("prompt", text, context)
+        self._check_length("prompt", text, context, fits)
         if add_special_tokens:
             return await self._work(len(text), lambda tokenizer: encode_prompt(tokenizer, text))
         return await self._work(len(text), lambda tokenizer: _encode(tokenizer, text))
 
-    async def chat(self, chat: ChatPrompt, context: int | None = None) -> list[int]:
+    async def chat(self, chat: ChatPrompt, context: int, fits: bool = True) -> list[int]:
         """Token ids of a chat in the model's template. Raises UserError as `text`."""
         tokenizer = self._needed("messages")
         template = tokenizer.chat_template
@@ -79,7 +82,7 @@ class Prompts:
         if chat.tools and "tools" not in str(template):
             raise UserError("tools: the checkpoint's chat template knows no tools; leave them out")
         text = await self._work(0, lambda tokenizer: render_chat(tokenizer, chat))
-        self._check_length("messages", text, context)
+        self._check_length("messages", text, context, fits)
         # the template prints all that is special; the tokenizer adds nothing, least of all a second BOS
         return with_one_bos(await self._work(len(text), lambda tokenizer: _encode(tokenizer, text)), self._bos)
 
@@ -107,11 +110,11 @@ class Prompts:
         stream.finish()
         return stream.take(), stream.offsets
 
-    def _check_length(self, field: str, text: str, context: int | None) -> None:
-        if context is None and len(text) > LIMIT:
-            raise UserError(f"{field}: {len(text)} characters; at most {LIMIT} are tokenized at a time")
-        if context is not None and len(text) > max(context * self._longest, QUICK):
-            raise UserError(f"{field}: {len(text)} characters are more than the context of {context} tokens can hold")
+    def _check_length(self, field: str, text: str, context: int, fits: bool) -> None:
+        most = max(context * self._longest, QUICK if fits else LIMIT)
+        if len(text) > most:
+            limit = f"the context of {context} tokens can hold" if fits else f"{most}, the limit"
+            raise UserError(f"{field}: {len(text)} characters are more than {limit}")
 
     def _needed(self, field: str) -> Any:
         if self._tokenizer is None:

@@ -111,9 +111,9 @@ class Service:
         if len(prompts) > self.capacity:
             raise UserError(f"prompt: {len(prompts)} prompts in one request; at most {self.capacity} can wait")
         made = []
-        context = self.options.max_model_len if body.truncate_prompt_tokens is None else None
+        context, fits = self.options.max_model_len, body.truncate_prompt_tokens is None
         for prompt in prompts:
-            ids = await self.prompts.text(prompt, special, context) if isinstance(prompt, str) else prompt
+            ids = await self.prompts.text(prompt, special, context, fits) if isinstance(prompt, str) else prompt
             ids, cut = truncate(ids, body.truncate_prompt_tokens)
             made.append(Prompt(ids, cut, prompt if isinstance(prompt, str) else None))
         return made
@@ -123,19 +123,20 @@ class Service:
             raise UserError("add_special_tokens: the chat template prints all that is special; leave it out")
         if body.tool_choice == "none":
             body = body.model_copy(update={"tools": None})
-        context = self.options.max_model_len if body.truncate_prompt_tokens is None else None
-        return Prompt(*truncate(await self.prompts.chat(body, context), body.truncate_prompt_tokens))
+        keep = body.truncate_prompt_tokens
+        return Prompt(*truncate(await self.prompts.chat(body, self.options.max_model_len, keep is None), keep))
 
     def model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "compress"}
         return card | {"root": self.options.names[0], "parent": None, "max_model_len": self.options.max_model_len}
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        context = self.options.max_model_len
         if body.prompt is not None:
-            ids = await self.prompts.text(body.prompt, body.add_special_tokens is not False)
+            ids = await self.prompts.text(body.prompt, body.add_special_tokens is not False, context, fits=False)
         else:
             fields = {name: getattr(body, name) for name in ChatPrompt.model_fields}
-            ids = await self.prompts.chat(ChatPrompt.model_construct(**fields))
+            ids = await self.prompts.chat(ChatPrompt.model_construct(**fields), context, fits=False)
         strings = await self.prompts.names(ids) if body.return_token_strs else None
         told = {"count": len(ids), "max_model_len": self.options.max_model_len, "tokens": ids}
         return told | {"token_strs": strings}

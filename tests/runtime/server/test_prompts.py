@@ -142,7 +142,7 @@ def test_tokenize_and_back(server: Live) -> None:
 
 def test_long_texts_hold_up_neither_health_nor_short_texts_nor_streams(server: Live) -> None:
     """Four of the longest, one after the other; what is quick is served between them."""
-    long, told = "汉 " * (1 << 19), []
+    long, told = "汉 " * (1 << 17), []
     threads = [threading.Thread(target=lambda: told.append(server.post("/tokenize", prompt=long))) for _ in range(4)]
     start = time.monotonic()
     for thread in threads:
@@ -156,8 +156,8 @@ def test_long_texts_hold_up_neither_health_nor_short_texts_nor_streams(server: L
     first = time.monotonic() - start
     for thread in threads:
         thread.join()
-    assert [(status, answer["count"]) for status, answer in told] == [(200, 4 << 19)] * 4
-    assert quick >= 5, f"{quick} rounds in {first:.2f} s"
+    assert [(status, answer["count"]) for status, answer in told] == [(200, 4 << 17)] * 4
+    assert quick >= 2, f"{quick} rounds in {first:.2f} s"
 
 
 def test_special_tokens_are_shown_where_that_is_asked_for(tmp_path: Path) -> None:
