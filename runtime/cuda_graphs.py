@@ -22,7 +22,7 @@ from compress.runtime.models.model import Model
 
 MAX_LENGTH = 8  # new tokens of a request: as many as attention takes for decoding, not for a prompt
 MAX_REQUESTS = 256
-LEAST_CONTEXT = 1024
+LEAST_CONTEXT = 512  # the keys of a split: up to here there is nothing to reduce
 NOWHERE = -1  # the slot of a row that belongs to nobody
 
 Captured = tuple[Callable[[], None], torch.Tensor]  # how to run again, and where the output is

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from compress.kernels.cpu.program import NotRecordable
+from compress.kernels.dispatch import path_of
 from compress.runtime.batch import Batch
 from compress.runtime.cache import PagedCache
 from compress.runtime.cuda_graphs import CudaRecorder
@@ -80,7 +81,9 @@ class Replays:
 
 
 def recorder_for(model: Model, cache: PagedCache, page_size: int, device: torch.device) -> Recorder | None:
-    """What records on a device; None for a model whose steps are not alike."""
+    """What records on a device; None for a model whose steps are not alike, and for kernels that plan on the host."""
     if not model.replayable:
         return None
-    return ProgramRecorder(model, cache) if device.type == "cpu" else CudaRecorder(model, cache, page_size)
+    if device.type == "cpu":
+        return ProgramRecorder(model, cache)
+    return CudaRecorder(model, cache, page_size) if path_of(device).kind == "triton" else None
