@@ -26,12 +26,13 @@ from itertools import groupby
 
 import torch
 
-from compress.kernels import activation, attention, kv, logprob, mla, norm, rotary
+from compress.kernels import activation, attention, kv, logprob, mla, norm, rotary, sampling
 from compress.kernels.cpu import linear as compiled
 from compress.kernels.cpu.attention import CompiledAttention
 from compress.kernels.cpu.isa import ISAS, Isa, supported
 from compress.kernels.cpu.latent import CompiledLatentAttention
 from compress.kernels.cpu.pointwise import CompiledRows
+from compress.kernels.cpu.sampling import CompiledSampling
 from compress.kernels.cpu.store import store
 from compress.kernels.launch import interpreting
 from compress.kernels.linear import DenseLinear, DenseLinearCPU, Linear, SideBySide
@@ -144,10 +145,15 @@ def prepare_operations(device: torch.device) -> Operations:
         attention=attention.PagedAttention,
         latent_attention=mla.PagedLatentAttention,
         token_logprobs=logprob.token_logprobs,
+        sample_tokens=sampling.sample_tokens,
+        token_distributions=sampling.token_distributions,
+        pick_tokens=sampling.pick_tokens,
+        verify_drafts=sampling.verify_drafts,
+        top_logprobs=sampling.top_logprobs,
     )
     if path.isa is None:
         return reference
-    rows = CompiledRows(path.isa)
+    rows, chosen = CompiledRows(path.isa), CompiledSampling(path.isa)
     return replace(
         reference,
         rms_norm=rows.rms_norm,
@@ -157,6 +163,11 @@ def prepare_operations(device: torch.device) -> Operations:
         store=partial(store, isa=path.isa),
         attention=partial(CompiledAttention, isa=path.isa),
         latent_attention=partial(CompiledLatentAttention, isa=path.isa),
+        sample_tokens=chosen.sample_tokens,
+        token_distributions=chosen.token_distributions,
+        pick_tokens=chosen.pick_tokens,
+        verify_drafts=chosen.verify_drafts,
+        top_logprobs=chosen.top_logprobs,
     )
 
 
@@ -182,6 +193,12 @@ def _triton_operations(device: torch.device) -> Operations:
         attention=partial(attention_triton.PagedAttentionTriton, device=device),
         latent_attention=partial(mla_triton.PagedLatentAttentionTriton, device=device),
         token_logprobs=logprob_triton.token_logprobs,
+        # torch's: a few passes over the logits, on the device
+        sample_tokens=sampling.sample_tokens,
+        token_distributions=sampling.token_distributions,
+        pick_tokens=sampling.pick_tokens,
+        verify_drafts=sampling.verify_drafts,
+        top_logprobs=sampling.top_logprobs,
     )
 
 

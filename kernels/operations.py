@@ -5,7 +5,7 @@ Shapes: as in the files of the references.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import torch
 from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.kv import Pages
 from compress.kernels.mla import LatentPages
+from compress.kernels.sampling import Rules, TopLogprobs
 
 
 class Attention(Protocol):
@@ -61,3 +62,8 @@ class Operations:
     attention: PlanAttention  # attention.PagedAttention
     latent_attention: PlanLatentAttention  # mla.PagedLatentAttention
     token_logprobs: Callable[..., object]  # logprob.token_logprobs
+    sample_tokens: Callable[[torch.Tensor, Rules, Sequence[float]], torch.Tensor]  # sampling.sample_tokens
+    token_distributions: Callable[[torch.Tensor, Rules], torch.Tensor]  # sampling.token_distributions
+    pick_tokens: Callable[[torch.Tensor, Sequence[float]], torch.Tensor]  # sampling.pick_tokens
+    verify_drafts: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # sampling.verify_drafts
+    top_logprobs: Callable[[torch.Tensor, Sequence[int], int], TopLogprobs]  # sampling.top_logprobs

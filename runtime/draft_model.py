@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from compress.errors import UserError
+from compress.kernels.operations import Operations
 from compress.runtime.batch import build_batch
 from compress.runtime.executor import Executor
 from compress.runtime.pages import PagePool
 from compress.runtime.plan import Chunk, StepPlan
 from compress.runtime.request import Drafts, Request
-from compress.runtime.sampler import Draw, adjust, choose, distributions, pick_rows
+from compress.runtime.sampler import Draw, adjust, choose, distributions
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class DraftModelProposer:
             shadows = [self._shadows[requests[i]].request for i in active]
             draws = [Draw.of(requests[i], tuple(tokens[i])) for i in active]
             logits_NV = adjust(self._fit(self._next_logits(shadows)), draws)
-            drawn, probs_NV = _draw(logits_NV, draws)
+            drawn, probs_NV = _draw(self.executor.model.operations, logits_NV, draws)
             for row, (i, shadow, token) in enumerate(zip(active, shadows, drawn, strict=True)):
                 tokens[i].append(token)
                 shadow.token_ids.append(token)
@@ -136,12 +137,14 @@ class DraftModelProposer:
         return torch.nn.functional.pad(logits_NV, (0, missing), value=-math.inf)
 
 
-def _draw(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], torch.Tensor | None]:
+def _draw(
+    operations: Operations, logits_NV: torch.Tensor, draws: Sequence[Draw]
+) -> tuple[list[int], torch.Tensor | None]:
     """A token for each row by stream 1, and the distributions; None where all rows are greedy."""
     if all(draw.params.temperature == 0 for draw in draws):
-        return choose(logits_NV, draws), None
-    probs_NV = distributions(logits_NV, draws)
-    return pick_rows(probs_NV, [draw.uniform(1) for draw in draws]), probs_NV
+        return choose(operations, logits_NV, draws).tolist(), None
+    probs_NV = distributions(operations, logits_NV, draws)
+    return operations.pick_tokens(probs_NV, [draw.uniform(1) for draw in draws]).tolist(), probs_NV
 
 
 def check_tokenizers(target: Any, draft: Any) -> None:

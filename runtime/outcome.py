@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from compress.kernels.operations import Operations
+from compress.kernels.sampling import select_rows
 from compress.runtime.batch import Batch
 from compress.runtime.executor import Executor
 from compress.runtime.plan import Chunk
@@ -45,7 +47,7 @@ def score_prompts(executor: Executor, batch: Batch, hidden_TC: torch.Tensor) -> 
     for logits_NV in executor.logits_in_parts(hidden_TC, rows):
         part = wanted[done : done + len(logits_NV)]
         counts = [request.params.prompt_logprobs or 0 for request, _ in part]
-        scores = logprobs(logits_NV, [token for _, token in part], counts)
+        scores = logprobs(executor.model.operations, logits_NV, [token for _, token in part], counts)
         for (request, _), score in zip(part, scores, strict=True):
             request.prompt_logprobs.append(score)
         done += len(part)
@@ -59,9 +61,10 @@ def choose_tokens(executor: Executor, batch: Batch, hidden_TC: torch.Tensor) -> 
     logits_NV = executor.logits(hidden_TC, [row + i for chunk, row in sampled for i in range(len(chunk.drafts) + 1)])
     # a chunk has all drafts of its request, or it has not caught up
     drafts = [chunk.request.drafts or NO_DRAFTS for chunk, _ in sampled]
-    verdicts = decide(logits_NV, [chunk.request for chunk, _ in sampled], drafts)
+    operations = executor.model.operations
+    verdicts = decide(operations, logits_NV, [chunk.request for chunk, _ in sampled], drafts)
     chosen = [verdict.tokens(own) for verdict, own in zip(verdicts, drafts, strict=True)]
-    scores = _scores(logits_NV, sampled, chosen)
+    scores = _scores(operations, logits_NV, sampled, chosen)
     return [
         Outcome(chunk, tokens, score, hidden_TC[row + len(tokens) - 1])
         for (chunk, row), tokens, score in zip(sampled, chosen, scores, strict=True)
@@ -69,7 +72,7 @@ def choose_tokens(executor: Executor, batch: Batch, hidden_TC: torch.Tensor) -> 
 
 
 def _scores(
-    logits_NV: torch.Tensor, sampled: list[tuple[Chunk, int]], chosen: list[list[int]]
+    operations: Operations, logits_NV: torch.Tensor, sampled: list[tuple[Chunk, int]], chosen: list[list[int]]
 ) -> list[list[TokenLogprobs]]:
     """Log-probabilities of the chosen tokens under the model's own distribution."""
     rows: list[int] = []
@@ -85,8 +88,7 @@ def _scores(
         first += len(chunk.drafts) + 1
     if not rows:
         return [[] for _ in chosen]
-    picked_NV = logits_NV if len(rows) == len(logits_NV) else logits_NV[torch.tensor(rows, device=logits_NV.device)]
-    found = iter(logprobs(picked_NV, tokens, counts))
+    found = iter(logprobs(operations, select_rows(logits_NV, rows), tokens, counts))
     return [
         [next(found) for _ in own] if chunk.request.params.logprobs is not None else []
         for (chunk, _), own in zip(sampled, chosen, strict=True)

@@ -15,10 +15,12 @@ from typing import Protocol
 
 import torch
 
+from compress.kernels.operations import Operations
+from compress.kernels.sampling import select_rows
 from compress.runtime.draft_model import DraftModelProposer, check_tokenizers
 from compress.runtime.ngram import NgramProposer
 from compress.runtime.request import Drafts, Request
-from compress.runtime.sampler import Draw, adjust, choose, distributions, pick, select_rows
+from compress.runtime.sampler import Draw, adjust, choose, distributions
 
 __all__ = ["DraftLength", "DraftModelProposer", "NgramProposer", "Proposer", "Verdict", "check_tokenizers"]
 
@@ -50,84 +52,67 @@ class Verdict:
         return [*drafts.tokens[: self.accepted], self.token]
 
 
-def decide(logits_RV: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Drafts]) -> list[Verdict]:
+def decide(
+    operations: Operations, logits_RV: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Drafts]
+) -> list[Verdict]:
     """The next tokens of each request, from the model's float32 logits; requests without drafts are sampled.
 
     A request has a row for its last known token and one for each of its draft tokens, in this order. Tokens that
     were not drawn, or are drawn greedily, are accepted where they equal the token that would have been chosen
-    without them: the same tokens as without speculation, by seed too. Tokens drawn from a distribution go through
-    `verify`, which accepts more of them; there, seeds reproduce for the same lengths of drafts.
+    without them: the same tokens as without speculation, by seed too. (A point mass is a distribution as well: this
+    is what rejection sampling comes to, with one random number.) Tokens drawn from a distribution are verified by
+    `Operations.verify_drafts`, which accepts more of them; there, seeds reproduce for the same lengths of drafts.
+    All rows are computed together, and what comes of them is one copy to the host.
     """
     draws = [Draw.of(r, d.tokens[:i]) for r, d in zip(requests, drafts, strict=True) for i in range(len(d.tokens) + 1)]
     adjusted_RV = adjust(logits_RV, draws)
-    starts = list(accumulate((len(one.tokens) + 1 for one in drafts), initial=0))
+    starts = accumulate((len(one.tokens) + 1 for one in drafts), initial=0)
     rows_N = [range(start, end) for start, end in pairwise(starts)]
-    drawn_N = [
-        request.params.temperature > 0 and one.distributions is not None and len(one.tokens) > 0
-        for request, one in zip(requests, drafts, strict=True)
-    ]
-    plain = [row for rows, drawn in zip(rows_N, drawn_N, strict=True) if not drawn for row in rows]
-    others = [row for rows, drawn in zip(rows_N, drawn_N, strict=True) if drawn for row in rows]
-    chosen = dict(zip(plain, choose(select_rows(adjusted_RV, plain), [draws[row] for row in plain]), strict=True))
-    target_RV = distributions(select_rows(adjusted_RV, others), [draws[row] for row in others])
-    verdicts = []
-    for one, rows, drawn in zip(drafts, rows_N, drawn_N, strict=True):
-        if drawn:
-            target_kV, target_RV = target_RV[: len(rows)], target_RV[len(rows) :]
-            chances = [draws[row].uniform(2) for row in rows[:-1]]
-            verdicts.append(
-                verify(target_kV, one.tokens, one.distributions, chances, [draws[row].uniform() for row in rows])
-            )
-        else:
-            own = [chosen[row] for row in rows]
-            accepted = _agreement(one.tokens, own)
-            verdicts.append(Verdict(accepted, own[accepted]))
-    return verdicts
+    drawn = [n for n, (r, d) in enumerate(zip(requests, drafts, strict=True)) if _is_drawn(r, d)]
+    given = sorted(set(range(len(requests))) - set(drawn))
+    rows = [row for n in given for row in rows_N[n]]
+    parts = [choose(operations, select_rows(adjusted_RV, rows), [draws[row] for row in rows])]
+    if drawn:
+        parts += _verified(operations, adjusted_RV, draws, [rows_N[n] for n in drawn], [drafts[n] for n in drawn])
+    chosen, *verified = [part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts])]
+    verdicts = dict(zip(drawn, map(Verdict, *verified), strict=True)) if drawn else {}
+    own_tokens = iter(chosen)
+    for n in given:
+        own = [next(own_tokens) for _ in rows_N[n]]
+        accepted = agreement(drafts[n].tokens, own)
+        verdicts[n] = Verdict(accepted, own[accepted])
+    return [verdicts[n] for n in range(len(requests))]
 
 
-def _agreement(guessed: Sequence[int], own: Sequence[int]) -> int:
+def _is_drawn(request: Request, drafts: Drafts) -> bool:
+    return request.params.temperature > 0 and drafts.distributions is not None and len(drafts.tokens) > 0
+
+
+def _verified(
+    operations: Operations,
+    adjusted_RV: torch.Tensor,
+    draws: Sequence[Draw],
+    rows_N: Sequence[range],
+    drafts: Sequence[Drafts],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many of each request's drafts stand [N], and the token after them [N]."""
+    rows = [row for own in rows_N for row in own]
+    some = [draws[row] for row in rows]
+    return operations.verify_drafts(
+        distributions(operations, select_rows(adjusted_RV, rows), some),
+        [one.distributions for one in drafts],
+        [token for one in drafts for token in one.tokens],
+        [draws[row].uniform(2) for own in rows_N for row in own[:-1]],
+        [draw.uniform() for draw in some],
+    )
+
+
+def agreement(guessed: Sequence[int], own: Sequence[int]) -> int:
     """How many guesses hold before the first that does not."""
     for i, (guess, token) in enumerate(zip(guessed, own, strict=False)):
         if guess != token:
             return i
     return len(guessed)
-
-
-def verify(
-    target_probs: torch.Tensor,
-    tokens: Sequence[int],
-    draft_probs: torch.Tensor | None,
-    chances: Sequence[float],
-    uniforms: Sequence[float],
-) -> Verdict:
-    """Modified rejection sampling (arXiv 2211.17192, algorithm 1).
-
-    `target_probs` [k + 1, V] are p, `draft_probs` [k, V] are q, from which the k tokens were drawn, each after the
-    ones before it. Token x is accepted with probability min(1, p(x) / q(x)); `chances` [k] decide. At the first
-    rejection the next token is drawn from norm(max(p − q, 0)), after k acceptances from the last row of p;
-    `uniforms` [k + 1] decide. Without `draft_probs`, q is a point mass on each token: a draw from p that is
-    accepted where it equals the token has the same distribution, and needs no second number.
-    """
-    if draft_probs is None:
-        own = [pick(p_V, u) for p_V, u in zip(target_probs, uniforms, strict=True)]
-        accepted = _agreement(tokens, own)
-        return Verdict(accepted, own[accepted])
-    index_k1 = torch.tensor(tokens, dtype=torch.long, device=target_probs.device)[:, None]
-    target_k = target_probs[:-1].gather(1, index_k1)[:, 0].tolist()
-    draft_k = draft_probs.gather(1, index_k1)[:, 0].tolist()
-    for i, chance in enumerate(chances):
-        if not chance * draft_k[i] < target_k[i]:
-            return Verdict(i, pick(residual(target_probs[i], draft_probs[i]), uniforms[i]))
-    return Verdict(len(tokens), pick(target_probs[-1], uniforms[-1]))
-
-
-def residual(target_V: torch.Tensor, draft_V: torch.Tensor) -> torch.Tensor:
-    """What a rejected token is replaced from: max(p − q, 0) in float64, not scaled; p where nothing is left.
-
-    Nothing is left only where p = q, and then a rejection is itself a rounding error.
-    """
-    rest_V = (target_V.double() - draft_V.double()).clamp_(min=0)
-    return rest_V if bool(rest_V.any()) else target_V.double()
 
 
 @dataclass
@@ -137,22 +122,21 @@ class DraftLength:
     With acceptance rate a, k drafts are expected to yield 1 + a + … + a^k tokens (arXiv 2211.17192, eq. 1) for the
     time of 1 + c k plain steps; k is what maximises the quotient. The rate is a moving average over draft tokens that
     were tried: those accepted, and the first rejected. Where no k pays, one token is tried every 32 steps, so that a
-    text that becomes predictable is noticed. It depends on the request alone.
+    text that becomes predictable is noticed. It depends on the request alone, and on the cost.
     """
 
     maximum: int
-    cost: float = 0.1  # c: drafting and verifying one more token, in steps without drafts
     rate: float = 0.7  # a; the start is hopeful: a few rejections correct it
     weight: float = 0.1  # of the newest token in the average
     probe_after: int = 32
     idle: int = 0  # steps without a draft
 
-    def length(self) -> int:
-        """Tokens to ask for now."""
+    def length(self, cost: float) -> int:
+        """Tokens to ask for now; `cost` is c: drafting and verifying one more token, in steps without drafts."""
         best, best_value, tokens = 0, 1.0, 1.0
         for k in range(1, self.maximum + 1):
             tokens += self.rate**k
-            value = tokens / (1 + self.cost * k)
+            value = tokens / (1 + cost * k)
             if value > best_value:
                 best, best_value = k, value
         return 1 if best == 0 and self.maximum > 0 and self.idle >= self.probe_after else best

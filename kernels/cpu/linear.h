@@ -5,6 +5,7 @@
 
 #include "attention_problem.h"
 #include "pointwise_rows.h"
+#include "sampling_rows.h"
 
 #define ROWS 16
 #define MAX_BLOCK 128 /* columns */
@@ -52,7 +53,7 @@ static inline int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* One instruction set: prepare a token, compute a strip of outputs (panels * 16 rows) of every token, attend. */
+/* One instruction set: prepare a token, compute a strip of outputs (panels * 16 rows) of every token, attend, choose. */
 typedef struct {
     void (*token)(const Problem *, int token, int nibbles);
     void (*strip)(const Problem *, const Part *, int64_t index);
@@ -61,6 +62,7 @@ typedef struct {
     Attend attend;
     void (*pack_token)(const Problem *, int token);
     void (*float_rows)(const Problem *, const Part *, int64_t row, int64_t stop);
+    SampleKernels sampling;
 } Kernels;
 const Kernels *kernels_of(int isa);
 int linear_rows(const Kernels *kernels, Problem *p, int threads, const Part *parts, int count);

@@ -320,9 +320,12 @@ static void token_kernel(const Problem *p, int token, int nibbles)
 }
 
 #include "pointwise.h"
-/* after pointwise.h, whose exponential it uses */
+/* after pointwise.h, whose exponential they use */
 #include "attention.h"
 #include "rows.h"
+#include "sampling.h"
 
-const Kernels KERNELS = {token_kernel, strip_kernel, PANELS,     TILE,      {norm_row, gate_row},
-                         attend_block, pack_token,   float_rows};
+const Kernels KERNELS = {
+    token_kernel, strip_kernel, PANELS, TILE, {norm_row, gate_row}, attend_block, pack_token, float_rows,
+    {sample_row, distribution_row, pick_row, logprobs_row},
+};
