@@ -8,6 +8,7 @@ Shapes: B sequences, S length, C hidden, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -191,12 +192,15 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan.chunks:
             return []
+        started = time.perf_counter()
         batch = build_batch(plan, self.scheduler.pool.page_size, self.executor.device)
         hidden_TC = self.executor.run(batch, plan.copies)
         self._stats.steps += 1
         self._stats.computed_tokens += len(hidden_TC)
         score_prompts(self.executor, batch, hidden_TC)
         outcomes = choose_tokens(self.executor, batch, hidden_TC)
+        if self.drafting is not None:
+            self.drafting.time_step(batch.chunks, time.perf_counter() - started)
         scored = [chunk.request for chunk in batch.chunks if chunk.catches_up and not chunk.request.params.max_tokens]
         for chunk in batch.chunks:
             if not chunk.catches_up or chunk.request in scored:

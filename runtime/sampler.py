@@ -68,7 +68,10 @@ def logprobs(
     return [
         TokenLogprobs(
             _number(row[0]),
-            {int(token): _number(value) for token, value in zip(row[1 + width :][:count], row[1:][:count], strict=True)},
+            {
+                int(token): _number(value)
+                for token, value in zip(row[1 + width :][:count], row[1:][:count], strict=True)
+            },
         )
         for row, count in zip(values, counts, strict=True)
     ]

@@ -62,9 +62,7 @@ def uniform(seed: int, key: bytes, position: int, stream: int = 0) -> float:
         (2, 1.0, 0.7, [0, 1, 0, 0, 0]),
     ],
 )
-def test_filters_by_hand(
-    ops: Operations, top_k: int | None, top_p: float, min_p: float, expected: list[float]
-) -> None:
+def test_filters_by_hand(ops: Operations, top_k: int | None, top_p: float, min_p: float, expected: list[float]) -> None:
     torch.testing.assert_close(filtered(ops, PROBS, top_k, top_p, min_p), torch.tensor(expected, dtype=torch.float32))
 
 
