@@ -36,8 +36,12 @@ class Rules:
     min_p: Sequence[float]  # 0 keeps all
 
     def some(self, rows: Sequence[int]) -> Rules:
-        fields = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return Rules(*([field[row] for row in rows] for field in fields))
+        return Rules(
+            [self.temperature[row] for row in rows],
+            [self.top_k[row] for row in rows],
+            [self.top_p[row] for row in rows],
+            [self.min_p[row] for row in rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def top_logprobs(logits_NV: torch.Tensor, tokens: Sequence[int], count: int) -> 
 
 
 def inverse_temperatures(rules: Rules) -> list[float]:
-    """What shifted logits are multiplied by, in float32's range: a tiny temperature gives neither infinity nor 0 / 0."""
+    """What shifted logits are multiplied by, in float32's range: a tiny temperature gives no infinity."""
     limits = torch.finfo(torch.float32)
     return [1 / min(max(temperature, limits.tiny), limits.max) for temperature in rules.temperature]
 

@@ -17,7 +17,7 @@ ISAS = supported()
 PATHS = ["reference", *ISAS]
 
 
-def operations(path: str):  # noqa: ANN201  # a module or an object with the same functions
+def operations(path: str):  # a module or an object with the same functions
     return sampling if path == "reference" else CompiledSampling(path)  # type: ignore[arg-type]
 
 
@@ -150,7 +150,7 @@ def test_logprobs_and_the_likeliest(path: str, vocab: int) -> None:
             torch.testing.assert_close(found.values_Nk[0].double(), exact_V[order[:count]], rtol=1e-6, atol=4e-6)
 
 
-def verify(path: str, p: list, q: list, tokens: Sequence[int], chances: Sequence[float], uniforms: Sequence[float]):  # noqa: ANN201
+def verify(path: str, p: list, q: list, tokens: Sequence[int], chances: Sequence[float], uniforms: Sequence[float]):
     accepted, token = operations(path).verify_drafts(
         torch.tensor(p), [torch.tensor(one) for one in q], tokens, chances, uniforms
     )
