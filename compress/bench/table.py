@@ -15,15 +15,21 @@ from compress.bench.workload import Clients, Level
 from compress.evaluate.compare import Interval
 
 HEADLINES = {"output_tokens_per_s": "output", "tpot": "TPOT", "ttft": "TTFT"}
+UNSHOWN = " ?"  # behind a ratio that may be noise
 SEVERAL_TOKENS = 1.02  # tokens per piece above which ITL is not TPOT
 
 
 def render(results: Sequence[LevelResult]) -> Group:
     """The table, the notes and, with a baseline, the summary line."""
     lines: list[RenderableType] = [_table(results)]
-    lines += [Text(line, style="dim") for line in notes(results)]
-    lines += [Text(line, style="bold") for line in summary(results)]
+    lines += [_line(told, "dim") for told in notes(results)]
+    lines += [_line(told, "bold") for told in summary(results)]
     return Group(*lines)
+
+
+def _line(told: str, style: str) -> Text:
+    """Folded by a terminal alone: in a pipe it stays one line, for grep."""
+    return Text(told, style=style, no_wrap=True, overflow="ignore")
 
 
 def _table(results: Sequence[LevelResult]) -> Table:
@@ -46,11 +52,15 @@ def _table(results: Sequence[LevelResult]) -> Table:
             cells += [_rate(one.goodput or 0.0)] if goodput else []
             cells += [f"{one.failed} of {one.requests}"] if failed else []
             cells += [_spread(one.ttft), _spread(one.tpot), _spread(one.itl)]
-            cells += [f"{ratio.value:.2f}" if ratio else ""] if compared else []
+            cells += [_ratio(ratio) if ratio else ""] if compared else []
             last = place == len(result.figures) - 1
             head = ["" if place else str(result.level), *([role] if compared else [])]
             table.add_row(*head, *cells, end_section=compared and last)
     return table
+
+
+def _ratio(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f}" + ("" if ratio.resolved else UNSHOWN)
 
 
 def _rate(value: float) -> str:
@@ -72,6 +82,9 @@ def notes(results: Sequence[LevelResult]) -> Iterator[str]:
         yield f"warm-up     {', '.join(warmup)} requests of each arm, not measured"
     else:
         yield "warm-up     none: the first requests are measured too"
+    unshown = [str(r.level) for r in results if (ratio := r.ratios.get(headline(results))) and not ratio.resolved]
+    if unshown:
+        yield f"?           {', '.join(unshown)}: not told from noise; more rounds, more requests or a quieter machine"
     for result in results:
         if "baseline" not in result.figures and result.control is not None:
             yield f"A/A         {result.level}: output tok/s of one run over another {_interval(result.control)}"

@@ -9,4 +9,4 @@ def show(renderable: object) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)  # piped: no folding at 80 columns
-    console.print(renderable)
+    console.print(renderable, crop=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
+from rich.console import Console
 
 from compress.bench.offline import OfflineArm
 from compress.bench.sweep import LevelResult, Ratio, sweep
-from compress.bench.table import notes, summary
+from compress.bench.table import notes, render, summary
 from compress.bench.timing import Limits
 from compress.bench.workload import Arrivals, Clients, Level, Span, Workload
 from tests.bench.simulated import SimulatedEngine
@@ -117,6 +119,19 @@ def test_the_summary_line_gives_ratio_interval_and_smallest_effect() -> None:
     assert "so no difference is shown" in same
     [once] = summary(measured(clock, pair(clock, 2.0), rounds=1))
     assert "unknown: one round" in once
+
+
+def test_a_ratio_that_may_be_noise_has_a_question_mark() -> None:
+    """In the table too, where no interval stands beside it; and no line is folded in a pipe."""
+    clock = Clock()
+    for speed, marked in ((2.0, False), (1.0, True)):
+        results = measured(clock, pair(clock, speed), [Clients(1), Clients(2)])
+        shown = io.StringIO()
+        Console(file=shown, width=140).print(render(results), crop=False)
+        rows = [line for line in shown.getvalue().splitlines() if "compressed  " in line[4:]]
+        assert [row.rstrip().endswith(f"{speed:.2f} ?") for row in rows] == [marked, marked]
+        assert any(line.startswith("?           1 client, 2 clients: not told") for line in notes(results)) == marked
+        assert shown.getvalue().splitlines()[-1] == summary(results)[0]
 
 
 def test_notes_tell_what_changes_the_meaning_of_a_figure() -> None:

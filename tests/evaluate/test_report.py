@@ -8,6 +8,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -206,8 +207,8 @@ def test_a_few_tiny_errors_do_not_press_the_others_together(monkeypatch: pytest.
     axes = drawn[0].axes[0]
     low, high = axes.get_ylim()
     assert 0.001 < low < 0.01 < 0.02 < high < 0.1
-    below = [line for line in axes.get_lines() if line.get_marker() == "v" and len(line.get_xdata())]
-    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in below] == [([7], [low])]
+    triangles = [np.column_stack(line.get_data()) for line in axes.get_lines() if line.get_marker() == "v"]
+    assert [row.tolist() for row in np.concatenate(triangles)] == [[7.0, low]]
 
 
 def test_hub_ids(tmp_path: Path):
