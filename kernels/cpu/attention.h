@@ -1,160 +1,9 @@
-/* Paged attention in float32 with the softmax taken tile by tile (arXiv 2205.14135), included after pointwise.h.
+/* Paged attention in float32: the tiles of a share of the work in their order, included after pointwise.h.
  *
- * A tile of 64 keys is turned 16 at a time, so that keys are lanes; scores, maxima and sums of a row never depend on
- * the other rows. Keys past the last visible one are a row of zeros: what lies in unused slots is not read.
+ * The state of a row is joined by its tiles one by one, in order of their keys. Where shares meet inside a block, each
+ * tile of it keeps its own state, and who ends last joins them in the same order: the same operations, the same bits.
  */
-#include "attention_problem.h"
-
-typedef struct {
-    float s[QUERY_ROWS][KEYS]; /* scores, then probabilities */
-    float acc[QUERY_ROWS][MAX_DIM];
-    float top[QUERY_ROWS], sum[QUERY_ROWS];
-    const float *q[QUERY_ROWS];
-    int64_t position[QUERY_ROWS];
-    const float *rows[KEYS];
-    float turned[MAX_DIM * ROWS];
-    float wide[KEYS * MAX_DIM]; /* narrow pages, widened */
-} Work;
-
-static float e4m3_to_float(uint8_t code)
-{
-    const int exponent = code >> 3 & 15, fraction = code & 7;
-    const float size = (code & 127) == 127 ? NAN : exponent ? ldexpf((float)(8 + fraction), exponent - 10)
-                                                            : ldexpf((float)fraction, -9);
-    return code & 128 ? -size : size;
-}
-
-/* Pointers to the rows of KEYS keys from `first` on, as float32. */
-static void gather_rows(const AttentionProblem *p, const Cache *cache, const QueryBlock *block, int64_t first, int64_t stop,
-                        Work *work)
-{
-    static const float zeros[MAX_DIM];
-    const int32_t *pages = p->batch->pages + block->request->table;
-    for (int64_t j = 0; j < KEYS; j++) {
-        const int64_t key = first + j;
-        if (key >= stop) {
-            work->rows[j] = zeros;
-            continue;
-        }
-        const int64_t page = pages[key / p->page_size], slot = key % p->page_size;
-        const int64_t at = page * cache->page + slot * cache->slot + block->kv_head * cache->head;
-        if (cache->type == PAGE_F32) {
-            work->rows[j] = (const float *)cache->data + at;
-            continue;
-        }
-        float *wide = work->wide + j * p->dim;
-        const float scale =
-            cache->scales
-                ? cache->scales[page * cache->scale_page + slot * cache->scale_slot + block->kv_head * cache->scale_head]
-                : 1.0f;
-        for (int64_t d = 0; d < p->dim; d += ROWS) {
-            vf v;
-            if (cache->type == PAGE_BF16) {
-                v = vf_load_bf16((const uint16_t *)cache->data + at + d);
-            } else if (cache->type == PAGE_F16) {
-                v = vf_load_f16((const uint16_t *)cache->data + at + d);
-            } else if (cache->type == PAGE_INT8) {
-                v = vf_mul(vf_from_int(vi_load_int8((const int8_t *)cache->data + at + d)), vf_set1(scale));
-            } else {
-                float decoded[ROWS];
-                for (int i = 0; i < ROWS; i++)
-                    decoded[i] = e4m3_to_float(((const uint8_t *)cache->data)[at + d + i]);
-                v = vf_mul(vf_load(decoded), vf_set1(scale));
-            }
-            vf_store(wide + d, v);
-        }
-        work->rows[j] = wide;
-    }
-}
-
-static inline __attribute__((always_inline)) void score_rows(const AttentionProblem *p, Work *work, int first, int rows,
-                                                             int64_t key, int lane)
-{
-    vf even[8], odd[8];
-    for (int r = 0; r < rows; r++)
-        even[r] = odd[r] = vf_set1(0.0f);
-    for (int64_t d = 0; d < p->dim; d += 2) {
-        const vf k0 = vf_load(work->turned + ROWS * d), k1 = vf_load(work->turned + ROWS * (d + 1));
-        for (int r = 0; r < rows; r++) {
-            even[r] = vf_fma(k0, vf_set1(work->q[first + r][d]), even[r]);
-            odd[r] = vf_fma(k1, vf_set1(work->q[first + r][d + 1]), odd[r]);
-        }
-    }
-    for (int r = 0; r < rows; r++) {
-        vf score = vf_mul(vf_add(even[r], odd[r]), vf_set1(p->scale));
-        if (p->soft_cap != 0.0f) { /* cap * tanh(score / cap), tanh(y) = 1 - 2 / (e^2y + 1) */
-            const vf e = vf_exp(vf_mul(score, vf_set1(2.0f / p->soft_cap)));
-            const vf tanh = vf_sub(vf_set1(1.0f), vf_div(vf_set1(2.0f), vf_add(e, vf_set1(1.0f))));
-            score = vf_mul(tanh, vf_set1(p->soft_cap));
-        }
-        float *s = work->s[first + r] + lane;
-        vf_store(s, score);
-        const int64_t position = work->position[first + r];
-        if (key + ROWS - 1 > position || (p->window && key <= position - p->window))
-            for (int i = 0; i < ROWS; i++)
-                if (key + i > position || (p->window && key + i <= position - p->window))
-                    s[i] = -INFINITY;
-    }
-}
-
-/* Scores to probabilities, relative to the largest score so far; what was summed before is brought to that scale. */
-static void softmax_row(const AttentionProblem *p, Work *work, int row)
-{
-    float *s = work->s[row];
-    vf largest = vf_load(s);
-    for (int j = ROWS; j < KEYS; j += ROWS)
-        largest = vf_max(largest, vf_load(s + j));
-    float lanes[ROWS], top = work->top[row];
-    vf_store(lanes, largest);
-    for (int i = 0; i < ROWS; i++)
-        top = lanes[i] > top ? lanes[i] : top;
-    if (top == -INFINITY) { /* nothing is visible yet */
-        memset(s, 0, KEYS * sizeof *s);
-        return;
-    }
-    vf_store(lanes, vf_exp(vf_set1(work->top[row] - top)));
-    const float factor = lanes[0];
-    vf total = vf_set1(0.0f);
-    for (int j = 0; j < KEYS; j += ROWS) {
-        const vf e = vf_exp(vf_sub(vf_load(s + j), vf_set1(top)));
-        vf_store(s + j, e);
-        total = vf_add(total, e);
-    }
-    work->sum[row] = work->sum[row] * factor + add_lanes(total);
-    work->top[row] = top;
-    if (factor != 1.0f)
-        for (int64_t d = 0; d < p->dim; d += ROWS)
-            vf_store(work->acc[row] + d, vf_mul(vf_load(work->acc[row] + d), vf_set1(factor)));
-}
-
-/* `width` vectors of the output at a time: as many sums at once as hide the latency of one. */
-static inline __attribute__((always_inline)) void add_values(const AttentionProblem *p, Work *work, int first, int rows,
-                                                             int width, int keys)
-{
-    int64_t d = 0;
-    for (; d + width * ROWS <= p->dim; d += width * ROWS) {
-        vf acc[8][4];
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < width; i++)
-                acc[r][i] = vf_load(work->acc[first + r] + d + ROWS * i);
-        for (int j = 0; j < keys; j++)
-            for (int i = 0; i < width; i++) {
-                const vf v = vf_load(work->rows[j] + d + ROWS * i);
-                for (int r = 0; r < rows; r++)
-                    acc[r][i] = vf_fma(v, vf_set1(work->s[first + r][j]), acc[r][i]);
-            }
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < width; i++)
-                vf_store(work->acc[first + r] + d + ROWS * i, acc[r][i]);
-    }
-    for (; d < p->dim; d += ROWS) /* what is left of a width that does not divide the head */
-        for (int r = 0; r < rows; r++) {
-            vf acc = vf_load(work->acc[first + r] + d);
-            for (int j = 0; j < keys; j++)
-                acc = vf_fma(vf_load(work->rows[j] + d), vf_set1(work->s[first + r][j]), acc);
-            vf_store(work->acc[first + r] + d, acc);
-        }
-}
+#include "attention_tile.h"
 
 /* `call` for QUERY_TILE rows at a time, then for four, and for the three, two or one that are left; N is how many. */
 #define EACH_ROWS(call)                                                                                                \
@@ -178,59 +27,163 @@ static inline __attribute__((always_inline)) void add_values(const AttentionProb
         call;                                                                                                          \
     }
 
-/* Ask for the keys or values of a tile: pages lie apart, and no hardware guesses where the next one is. */
-static void ask_for(const AttentionProblem *p, const Cache *cache, const QueryBlock *block, int64_t first, int64_t stop)
+/* A tile of a block and one of its KV heads: keys by address, and those that come next. */
+static void attend_tile(const AttentionProblem *p, const QueryBlock *block, int64_t tile, int64_t kv_head,
+                        const uint8_t *const *keys, const uint8_t *const *next, const State *state, Work *work)
 {
-    static const int sizes[] = {4, 2, 2, 1, 1};
-    const int32_t *pages = p->batch->pages + block->request->table;
-    const int64_t bytes = sizes[cache->type];
-    for (int64_t key = first; key < first + KEYS && key < stop; key++) {
-        const int64_t at = pages[key / p->page_size] * cache->page + key % p->page_size * cache->slot;
-        const uint8_t *row = (const uint8_t *)cache->data + (at + block->kv_head * cache->head) * bytes;
-        for (int64_t i = 0; i < p->dim * bytes; i += 64)
-            __builtin_prefetch(row + i, 0, 2);
+    const int rows = (int)(block->tokens * block->heads);
+    const int64_t first = (block->first_tile + tile) * KEYS;
+    const int count = (int)least(KEYS, block->stop - first), lanes = (count + ROWS - 1) / ROWS * ROWS;
+    int r;
+    find_rows(p, &p->values, block, tile, kv_head, work->values);
+    const uint8_t *const *k = widen(p, &p->keys, block, tile, kv_head, count, keys, work->values, work);
+    for (int lane = 0; lane < lanes; lane += ROWS) {
+        const int64_t ahead = k == keys ? work->values[lane] - k[lane] : 0;
+        if (rows <= FEW_ROWS) {
+            score_few(p, work, rows, k + lane, ahead, first + lane, lane);
+            continue;
+        }
+        for (int64_t d = 0; d < p->dim; d += COLUMNS) {
+            vi v[COLUMNS];
+            turn(k + lane, 4 * d, COLUMNS, ahead, v);
+            for (int i = 0; i < COLUMNS; i++)
+                vi_store((uint8_t *)(work->turned + ROWS * (d + i)), v[i]);
+        }
+        EACH_ROWS(score_turned(p, work, r, N, first + lane, lane))
+    }
+    for (r = 0; r < rows; r++)
+        softmax_row(work, state, r, lanes);
+    join_sums(work, state, rows);
+    const uint8_t *const *v = widen(p, &p->values, block, tile, kv_head, count, work->values, next, work);
+    if (v != work->values)
+        next = v; /* asked for already */
+    EACH_ROWS(add_values(p, work, state, v, r ? v : next, r, N, VALUE_VECTORS(N), count))
+}
+
+static State state_at(float *floats, int64_t rows)
+{
+    const int64_t padded = (rows + ROWS - 1) / ROWS * ROWS;
+    return (State){floats, floats + padded, floats + 2 * padded};
+}
+
+static int64_t row_head(const AttentionProblem *p, const QueryBlock *block, int64_t row)
+{
+    return block->first_head + row / (block->tokens * block->heads) * (p->heads / p->kv_heads) + row % block->heads;
+}
+
+/* Of the request's new tokens. */
+static int64_t row_token(const QueryBlock *block, int64_t row)
+{
+    return block->first_token + row / block->heads % block->tokens;
+}
+
+static void begin_rows(const AttentionProblem *p, const QueryBlock *block, Work *work)
+{
+    const Request *request = block->request;
+    for (int64_t r = 0; r < block_rows(block); r++) {
+        const int64_t token = row_token(block, r);
+        work->all_q[r] = p->q + (request->token + token) * p->q_token + row_head(p, block, r) * p->q_head;
+        work->all_position[r] = request->context - request->length + token;
     }
 }
 
-static void attend_block(const AttentionProblem *p, const QueryBlock *block)
+/* Nothing is summed yet; a sink is a score without a value. */
+static void begin_state(const AttentionProblem *p, const QueryBlock *block, const State *state)
+{
+    const int64_t rows = block_rows(block);
+    for (int64_t r = 0; r < rows; r++) {
+        state->top[r] = p->sinks ? p->sinks[row_head(p, block, r)] : -INFINITY;
+        state->sum[r] = p->sinks ? 1.0f : 0.0f;
+    }
+    memset(state->acc, 0, sizeof(float) * (size_t)(rows * p->dim));
+}
+
+/* Where the states of single tiles are kept, that of one of them, empty. */
+static State begin_part(const AttentionProblem *p, const QueryBlock *block, int64_t tile)
+{
+    const int64_t rows = block_rows(block);
+    const State part = state_at(block->parts + tile * state_floats(rows, p->dim), rows);
+    for (int64_t r = 0; r < rows; r++)
+        part.top[r] = -INFINITY, part.sum[r] = 0.0f;
+    return part;
+}
+
+/* The states of single tiles, in order. */
+static void join_parts(const AttentionProblem *p, const QueryBlock *block, const State *state, Work *work)
+{
+    const int rows = (int)block_rows(block);
+    for (int64_t tile = 0; tile < block->tiles; tile++) {
+        const State part = state_at(block->parts + tile * state_floats(rows, p->dim), rows);
+        for (int r = 0; r < rows; r++)
+            join_top(work, state, r, part.top[r], part.sum[r]);
+        join_sums(work, state, rows);
+        for (int r = 0; r < rows; r++)
+            for (int64_t d = 0; d < p->dim; d += ROWS)
+                join_values(work, r, state->acc + r * p->dim + d, vf_load(part.acc + r * p->dim + d));
+    }
+}
+
+static void finish_rows(const AttentionProblem *p, const QueryBlock *block, const State *state)
+{
+    for (int64_t r = 0; r < block_rows(block); r++) {
+        const int64_t token = block->request->token + row_token(block, r);
+        float *out = p->out + (token * p->heads + row_head(p, block, r)) * p->dim;
+        for (int64_t d = 0; d < p->dim; d += ROWS)
+            vf_store(out + d, vf_div(vf_load(state->acc + r * p->dim + d), vf_set1(state->sum[r])));
+    }
+}
+
+static int is_before(Cut a, Cut b)
+{
+    return a.block < b.block || (a.block == b.block && a.tile < b.tile);
+}
+
+/* A tile and every KV head of its block. `side` is which of two places holds the addresses of this head's keys; those of
+ * the next go to the other. Keys of neighbouring heads are neighbours in memory: so they are read together. */
+static void attend_heads(const AttentionProblem *p, const QueryBlock *blocks, Cut at, Cut to, const State *state, int *side,
+                         Work *work)
+{
+    const QueryBlock *block = &blocks[at.block];
+    const int64_t rows = block->tokens * block->heads;
+    for (int64_t k = 0; k < block->kv_heads; k++, *side ^= 1) {
+        const Cut after = at.tile + 1 < block->tiles ? (Cut){at.block, at.tile + 1} : (Cut){at.block + 1, 0};
+        const uint8_t **keys = work->keys[*side], **next = work->keys[*side ^ 1];
+        if (k + 1 < block->kv_heads)
+            find_rows(p, &p->keys, block, at.tile, block->kv_head + k + 1, next);
+        else if (is_before(after, to))
+            find_rows(p, &p->keys, &blocks[after.block], after.tile, blocks[after.block].kv_head, next);
+        else
+            next = keys;
+        work->q = work->all_q + k * rows;
+        work->position = work->all_position + k * rows;
+        const State head = {state->top + k * rows, state->sum + k * rows, state->acc + k * rows * p->dim};
+        attend_tile(p, block, at.tile, block->kv_head + k, keys, next, &head, work);
+    }
+}
+
+/* The tiles from one cut to another. */
+static void attend_share(const AttentionProblem *p, QueryBlock *blocks, Cut from, Cut to)
 {
     _Alignas(64) Work work;
-    const Request *request = block->request;
-    const int rows = (int)(block->tokens * block->heads);
-    int r = 0;
-    for (int64_t t = 0; t < block->tokens; t++)
-        for (int64_t h = 0; h < block->heads; h++, r++) {
-            const int64_t head = block->first_head + h, token = request->token + block->first_token + t;
-            work.q[r] = p->q + token * p->q_token + head * p->q_head;
-            work.position[r] = request->context - request->length + block->first_token + t;
-            work.top[r] = p->sinks ? p->sinks[head] : -INFINITY;
-            work.sum[r] = p->sinks ? 1.0f : 0.0f;
-            memset(work.acc[r], 0, sizeof *work.acc[r] * (size_t)p->dim);
+    int side = 0;
+    find_rows(p, &p->keys, &blocks[from.block], from.tile, blocks[from.block].kv_head, work.keys[side]);
+    for (Cut at = from; is_before(at, to); at = (Cut){at.block + 1, 0}) {
+        QueryBlock *block = &blocks[at.block];
+        const int64_t stop = at.block == to.block ? to.tile : block->tiles;
+        const State state = state_at(work.state, block_rows(block));
+        begin_rows(p, block, &work);
+        if (!block->parts)
+            begin_state(p, block, &state);
+        for (; at.tile < stop; at.tile++) {
+            const State part = block->parts ? begin_part(p, block, at.tile) : state;
+            attend_heads(p, blocks, at, to, &part, &side, &work);
         }
-    const int64_t stop = work.position[rows - 1] + 1;
-    const int64_t oldest = p->window ? work.position[0] - p->window + 1 : 0;
-    for (int64_t first = (oldest > 0 ? oldest : 0) / KEYS * KEYS; first < stop; first += KEYS) {
-        gather_rows(p, &p->keys, block, first, stop, &work);
-        ask_for(p, &p->values, block, first, stop);
-        for (int lane = 0; lane < KEYS; lane += ROWS) {
-            for (int64_t d = 0; d < p->dim; d += COLUMNS) {
-                vi v[COLUMNS];
-                turn((const uint8_t *const *)work.rows + lane, 4 * d, (int)least(p->dim - d, COLUMNS), 0, v);
-                for (int i = 0; i < COLUMNS && d + i < p->dim; i++)
-                    vi_store((uint8_t *)(work.turned + ROWS * (d + i)), v[i]);
-            }
-            EACH_ROWS(score_rows(p, &work, r, N, first + lane, lane))
+        if (block->parts) {
+            if (__atomic_sub_fetch(&block->pending, 1, __ATOMIC_ACQ_REL))
+                continue;
+            begin_state(p, block, &state);
+            join_parts(p, block, &state, &work);
         }
-        for (r = 0; r < rows; r++)
-            softmax_row(p, &work, r);
-        gather_rows(p, &p->values, block, first, stop, &work);
-        ask_for(p, &p->keys, block, first + KEYS, stop);
-        EACH_ROWS(add_values(p, &work, r, N, VALUE_VECTORS(N), (int)least(KEYS, stop - first)))
-    }
-    for (r = 0; r < rows; r++) {
-        const int64_t token = request->token + block->first_token + r / block->heads;
-        float *out = p->out + (token * p->heads + block->first_head + r % block->heads) * p->dim;
-        for (int64_t d = 0; d < p->dim; d += ROWS)
-            vf_store(out + d, vf_div(vf_load(work.acc[r] + d), vf_set1(work.sum[r])));
+        finish_rows(p, block, &state);
     }
 }

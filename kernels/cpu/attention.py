@@ -21,7 +21,7 @@ from compress.kernels.cpu.isa import Isa
 from compress.kernels.cpu.pages import CompiledPages, page_record, readable
 from compress.kernels.kv import Pages
 
-MAX_DIM = 256
+MAX_DIM = 576
 LANES = 16
 
 

@@ -4,7 +4,7 @@
 #define COMPRESS_ATTENTION_PROBLEM_H
 #include <stdint.h>
 
-#define MAX_DIM 256
+#define MAX_DIM 576 /* DeepSeek's latent and rotated key */
 #define QUERY_ROWS 48 /* rows that meet a tile of keys together: tokens times the query heads of a KV head */
 #define KEYS 64       /* of a tile; tiles begin at multiples of it, so a row's result depends on its own keys alone */
 
@@ -45,11 +45,34 @@ typedef struct {
     float scale, soft_cap; /* soft_cap 0: none */
 } AttentionProblem;
 
-/* One request, one KV head, some of its new tokens and some of its query heads. */
+/* One request, some of its new tokens; some of the query heads of a KV head, or all of those of several KV heads. Its
+ * rows are [KV heads, tokens, heads]. */
 typedef struct {
     const Request *request;
-    int64_t kv_head, first_token, tokens, first_head, heads;
+    int64_t kv_head, kv_heads, first_token, tokens;
+    int64_t heads;             /* query heads of each KV head, from first_head on */
+    int64_t first_head;
+    int64_t first_tile, tiles; /* that its rows see */
+    int64_t stop;              /* keys that the last of its tokens sees */
+    float *parts;              /* where several shares work on it, a state for each tile: they are joined in order */
+    int pending;               /* shares that still work on it */
 } QueryBlock;
 
-typedef void (*Attend)(const AttentionProblem *, const QueryBlock *);
+static inline int64_t block_rows(const QueryBlock *block)
+{
+    return block->kv_heads * block->tokens * block->heads;
+}
+
+/* Where a share begins or ends: before a tile of a block. */
+typedef struct {
+    int64_t block, tile;
+} Cut;
+
+/* What rows have summed, relative to the largest score: rows of largest scores, of sums, and of dim numbers. */
+static inline int64_t state_floats(int64_t rows, int64_t dim)
+{
+    return (rows + 15) / 16 * 32 + rows * dim;
+}
+
+typedef void (*Attend)(const AttentionProblem *, QueryBlock *blocks, Cut from, Cut to);
 #endif

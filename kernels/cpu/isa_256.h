@@ -10,6 +10,7 @@ PRAGMA(TARGET_PRAGMA)
 #define COLUMNS 8 /* words of a row turned at a time */
 #define TILE 4    /* tokens that share a loaded weight: 8 sums in 16 registers */
 #define QUERY_TILE 4 /* rows of queries that share a loaded key */
+#define KEY_TILE 4   /* keys that share a loaded vector of a query */
 #define VALUE_VECTORS(rows) ((rows) > 2 ? 1 : 2) /* of their outputs that are summed at once */
 #define TILES(run) run(4) run(2) run(1)
 
@@ -125,6 +126,46 @@ static inline void turn(const uint8_t *const rows[16], int64_t offset, int count
     turn8(rows + 8, offset, count, ahead, high);
     for (int i = 0; i < 8; i++)
         out[i] = vi_make(low[i], high[i]);
+}
+
+/* Lanes half a vector apart first, then a quarter, ...: for sums as for maxima. */
+static inline float vf_add_lanes(vf v)
+{
+    const __m256 a = _mm256_add_ps(v.a, v.b);
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+static inline float vf_max_lanes(vf v)
+{
+    const __m256 a = _mm256_max_ps(v.a, v.b);
+    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
+/* Sixteen vectors to their sums, in the order of vf_add_lanes. */
+static inline __m256 add_lanes_8(const vf v[8])
+{
+    __m256 two[4];
+    for (int i = 0; i < 4; i++) { /* two vectors to two halves */
+        const __m256 a = _mm256_add_ps(v[i].a, v[i].b), b = _mm256_add_ps(v[4 + i].a, v[4 + i].b);
+        two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    const __m256 low = _mm256_add_ps(_mm256_shuffle_ps(two[0], two[1], 0x44), _mm256_shuffle_ps(two[0], two[1], 0xee));
+    const __m256 high = _mm256_add_ps(_mm256_shuffle_ps(two[2], two[3], 0x44), _mm256_shuffle_ps(two[2], two[3], 0xee));
+    return _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd));
+}
+static inline vf vf_add_lanes_16(const vf v[16]) { return vf_make(add_lanes_8(v), add_lanes_8(v + 8)); }
+/* As float16 of 2^-8 times the size, whose exponent is one bit longer. */
+static inline vf vf_load_e4m3(const uint8_t *p)
+{
+    const __m256i code = _mm256_cvtepu8_epi16(load128(p)), most = _mm256_set1_epi16(127);
+    const __m256i size = _mm256_and_si256(code, most), sign = _mm256_slli_epi16(_mm256_andnot_si256(most, code), 8);
+    const __m256i nan = _mm256_srli_epi16(_mm256_cmpeq_epi16(size, most), 1);
+    const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(size, 7), sign), nan);
+    const __m256 scale = _mm256_set1_ps(256.0f);
+    return vf_make(_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), scale),
+                   _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), scale));
 }
 
 static inline __m256i spread(const int8_t *q)

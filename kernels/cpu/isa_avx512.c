@@ -9,6 +9,7 @@
 #define COLUMNS 16   /* words of a row turned at a time */
 #define TILE 12      /* tokens that share a loaded weight: 24 sums in 32 registers */
 #define QUERY_TILE 8 /* rows of queries that share a loaded key: 16 sums */
+#define KEY_TILE 8   /* keys that share a loaded vector of a query */
 #define VALUE_VECTORS(rows) ((rows) > 4 ? 2 : 4) /* of their outputs that are summed at once */
 #define TILES(run) run(12) run(8) run(4) run(2) run(1)
 
@@ -90,6 +91,45 @@ static inline void turn(const uint8_t *const rows[16], int64_t offset, int count
         out[4 + i] = _mm512_shuffle_i32x4(s, t, 0x88);
         out[12 + i] = _mm512_shuffle_i32x4(s, t, 0xdd);
     }
+}
+
+/* Lanes half a vector apart first, then a quarter, ...: for sums as for maxima. */
+static inline float vf_add_lanes(vf v)
+{
+    const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+static inline float vf_max_lanes(vf v)
+{
+    const __m256 a = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
+/* Sixteen vectors to their sums, in the order of vf_add_lanes. */
+static inline vf vf_add_lanes_16(const vf v[16])
+{
+    vf four[4];
+    for (int i = 0; i < 4; i++) { /* four vectors to four quarters */
+        const vf a = v[i], b = v[4 + i], c = v[8 + i], d = v[12 + i];
+        const vf ab = vf_add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        const vf cd = vf_add(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+        four[i] = vf_add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    }
+    const vf low = vf_add(_mm512_shuffle_ps(four[0], four[1], 0x44), _mm512_shuffle_ps(four[0], four[1], 0xee));
+    const vf high = vf_add(_mm512_shuffle_ps(four[2], four[3], 0x44), _mm512_shuffle_ps(four[2], four[3], 0xee));
+    return vf_add(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xdd));
+}
+/* As float16 of 2^-8 times the size, whose exponent is one bit longer. */
+static inline vf vf_load_e4m3(const uint8_t *p)
+{
+    const __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p)), most = _mm256_set1_epi16(127);
+    const __m256i size = _mm256_and_si256(code, most), sign = _mm256_slli_epi16(_mm256_andnot_si256(most, code), 8);
+    const __m256i nan = _mm256_srli_epi16(_mm256_cmpeq_epi16(size, most), 1);
+    const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(size, 7), sign), nan);
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
 }
 
 static inline vi spread(const int8_t *q)

@@ -8,6 +8,7 @@
 #define COLUMNS 4
 #define TILE 4
 #define QUERY_TILE 4
+#define KEY_TILE 4
 #define VALUE_VECTORS(rows) 1
 #define TILES(run) run(4) run(1)
 #define EACH for (int i = 0; i < 16; i++)
@@ -79,6 +80,36 @@ static inline void turn(const uint8_t *const rows[16], int64_t offset, int count
     memset(out, 0, COLUMNS * sizeof *out);
     for (int c = 0; c < count; c++)
         EACH memcpy(&out[c].v[i], rows[i] + offset + 4 * c, 4);
+}
+
+/* Lanes half a vector apart first, then a quarter, ...: for sums as for maxima. */
+static inline float vf_add_lanes(vf v)
+{
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; i++)
+            v.v[i] += v.v[i + width];
+    return v.v[0];
+}
+static inline float vf_max_lanes(vf v)
+{
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; i++)
+            v.v[i] = v.v[i] > v.v[i + width] ? v.v[i] : v.v[i + width];
+    return v.v[0];
+}
+static inline vf vf_add_lanes_16(const vf v[16])
+{
+    vf sums;
+    EACH sums.v[i] = vf_add_lanes(v[i]);
+    return sums;
+}
+/* As float16 of 2^-8 times the size, whose exponent is one bit longer. */
+static inline vf vf_load_e4m3(const uint8_t *p)
+{
+    vf v;
+    EACH v.v[i] = f16_to_float((uint16_t)((p[i] & 127) << 7 | (p[i] & 128) << 8 | ((p[i] & 127) == 127 ? 0x7fff : 0))) *
+                  256.0f;
+    return v;
 }
 
 static inline void dot_bytes(const uint8_t *const *w, const int8_t *q, int64_t width, int quads, int tokens,

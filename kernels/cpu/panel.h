@@ -326,6 +326,6 @@ static void token_kernel(const Problem *p, int token, int nibbles)
 #include "sampling.h"
 
 const Kernels KERNELS = {
-    token_kernel, strip_kernel, PANELS, TILE, {norm_row, gate_row}, attend_block, pack_token, float_rows,
+    token_kernel, strip_kernel, PANELS, TILE, {norm_row, gate_row}, attend_share, pack_token, float_rows,
     {sample_row, distribution_row, pick_row, logprobs_row},
 };

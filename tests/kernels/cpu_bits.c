@@ -16,7 +16,7 @@ static float number(void) { return (float)(next() >> 8) / 8388608.0f - 1.0f; }
 static float x[M * K], y[M * N], scale[PANELS * 16 * K / G], gated[M * K], total[M * K], weight[K];
 static int8_t zero[PANELS * 16 * K / G];
 static uint32_t words[N * K];
-static float cache[8 * 16 * 2 * 32], q[5 * 6 * 32], out[5 * 6 * 32];
+static float cache[8 * 16 * 2 * 32], page_scale[8 * 16 * 2], q[5 * 6 * 32], out[5 * 6 * 32];
 
 static void print_hash(const void *data, size_t bytes)
 {
@@ -67,6 +67,19 @@ static void run(int isa)
     const AttentionProblem problem = {q, out, 6 * 32, 32, keys, keys, &batch, 0, 6, 2, 32, 16, 50, 0.2f, 3.0f};
     compress_attention(&(AttentionCall){{CALL_ATTENTION, isa, 1, 0}, problem});
     print_hash(out, sizeof out);
+    /* one token: its keys are read in place, and its tiles are shared out among two threads */
+    const Request last = {4, 1, 100, 0};
+    const Batch one = {&last, pages, 1};
+    for (int i = 0; i < 8 * 16 * 2; i++)
+        page_scale[i] = number();
+    for (int type = PAGE_F32; type <= PAGE_E4M3; type++) {
+        for (size_t i = 0; i < sizeof cache; i++) /* no infinities, no NaN */
+            ((uint8_t *)cache)[i] = (uint8_t)(next() >> 24) & (type == PAGE_E4M3 || i % 2 ? 0xbb : 0xff);
+        const Cache pages_of_type = {cache, type < PAGE_INT8 ? 0 : page_scale, 16 * 2 * 32, 2 * 32, 32, 16 * 2, 2, 1, type};
+        const AttentionProblem decode = {q, out, 6 * 32, 32, pages_of_type, pages_of_type, &one, 0, 6, 2, 32, 16, 0, 0.2f, 3.0f};
+        compress_attention(isa, 2, &decode);
+        print_hash(out + 4 * 6 * 32, sizeof out / 5);
+    }
     printf("\n");
 }
 

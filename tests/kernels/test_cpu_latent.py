@@ -21,11 +21,12 @@ def attend(batch: LatentBatch, queries: PagedQueries, tokens: slice = slice(None
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("rank", "rotated"), [(32, 16), (24, 8), (200, 56), (7, 4), (256, 16)])
+@pytest.mark.parametrize(("rank", "rotated"), [(32, 16), (24, 8), (200, 56), (7, 4), (512, 64), (640, 16)])
 def test_equals_float64(rank: int, rotated: int, page_size: int) -> None:
-    """The last two go to the reference: a width that is no multiple of 16, and one above 256."""
+    """7 + 4 and 640 + 16 go to the reference: a width that is no multiple of 16, and one above DeepSeek's 576."""
     batch = latent_batch(REQUESTS, page_size, 3, rank, rotated)
-    assert (attend(batch, batch.queries) - expected(batch, 0.2)).abs().max() < 5e-5
+    bound = 5e-5 * max(1, rank / 256)  # the scores that are rounded grow with the rank
+    assert (attend(batch, batch.queries) - expected(batch, 0.2)).abs().max() < bound
 
 
 def test_what_nobody_wrote_is_not_read() -> None:
