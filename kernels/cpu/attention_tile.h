@@ -56,22 +56,26 @@ static inline __attribute__((always_inline)) void dot_turned(const Work *work, c
                                                              vf *out)
 {
     static const int8_t lanes[ROWS] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-    vf sums[4][8]; /* of 1, 2, 4 and 8 lanes, which wait for their other half */
-    for (int n = 0; n < ROWS; n++) {
-        vf sum[8];
-        for (int r = 0; r < rows; r++)
-            sum[r] = vf_set1(0.0f);
-        for (int64_t d = lanes[n]; d < dim; d += ROWS) {
-            const vf k = vf_load(work->turned + ROWS * d);
+    vf halves[4][8]; /* sums of 1, 2, 4 and 8 lanes, which wait for their other half */
+    for (int n = 0; n < ROWS; n += SCORE_LANES) {
+        vf sums[SCORE_LANES][8];
+        for (int i = 0; i < SCORE_LANES; i++)
             for (int r = 0; r < rows; r++)
-                sum[r] = vf_fma(k, vf_set1(q[r][d]), sum[r]);
-        }
-        int level = 0;
+                sums[i][r] = vf_set1(0.0f);
+        for (int64_t d = lanes[n]; d < dim; d += ROWS)
+            for (int i = 0; i < SCORE_LANES; i++) { /* the second lane is half a vector further */
+                const vf k = vf_load(work->turned + ROWS * (d + ROWS / 2 * i));
+                for (int r = 0; r < rows; r++)
+                    sums[i][r] = vf_fma(k, vf_set1(q[r][d + ROWS / 2 * i]), sums[i][r]);
+            }
+        for (int r = 0; r < rows && SCORE_LANES == 2; r++)
+            sums[0][r] = vf_add(sums[0][r], sums[SCORE_LANES - 1][r]);
+        int level = SCORE_LANES - 1;
         for (; n >> level & 1; level++)
             for (int r = 0; r < rows; r++)
-                sum[r] = vf_add(sums[level][r], sum[r]);
+                sums[0][r] = vf_add(halves[level][r], sums[0][r]);
         for (int r = 0; r < rows; r++)
-            (level < 4 ? sums[level] : out)[r] = sum[r];
+            (level < 4 ? halves[level] : out)[r] = sums[0][r];
     }
 }
 

@@ -9,7 +9,8 @@ PRAGMA(TARGET_PRAGMA)
 #define PANELS 1
 #define COLUMNS 8 /* words of a row turned at a time */
 #define TILE 4    /* tokens that share a loaded weight: 8 sums in 16 registers */
-#define QUERY_TILE 4 /* rows of queries that share a loaded key */
+#define QUERY_TILE 6 /* rows of queries that share a loaded key */
+#define SCORE_LANES 1 /* whose products are summed at once */
 #define KEY_TILE 4   /* keys that share a loaded vector of a query */
 #define VALUE_VECTORS(rows) ((rows) > 2 ? 1 : 2) /* of their outputs that are summed at once */
 #define TILES(run) run(4) run(2) run(1)

@@ -9,6 +9,7 @@
 #define COLUMNS 16   /* words of a row turned at a time */
 #define TILE 12      /* tokens that share a loaded weight: 24 sums in 32 registers */
 #define QUERY_TILE 8 /* rows of queries that share a loaded key: 16 sums */
+#define SCORE_LANES 2 /* whose products are summed at once: 16 sums */
 #define KEY_TILE 8   /* keys that share a loaded vector of a query */
 #define VALUE_VECTORS(rows) ((rows) > 4 ? 2 : 4) /* of their outputs that are summed at once */
 #define TILES(run) run(12) run(8) run(4) run(2) run(1)

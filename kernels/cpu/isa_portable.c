@@ -8,6 +8,7 @@
 #define COLUMNS 4
 #define TILE 4
 #define QUERY_TILE 4
+#define SCORE_LANES 1
 #define KEY_TILE 4
 #define VALUE_VECTORS(rows) 1
 #define TILES(run) run(4) run(1)
