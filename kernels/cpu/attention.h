@@ -35,7 +35,7 @@ static void attend_tile(const AttentionProblem *p, const QueryBlock *block, int6
     const int64_t first = (block->first_tile + tile) * KEYS;
     const int count = (int)least(KEYS, block->stop - first), lanes = (count + ROWS - 1) / ROWS * ROWS;
     int r;
-    find_rows(p, &p->values, block, tile, kv_head, work->values);
+    tile_rows(p, &p->values, block, tile, kv_head, work->values);
     const uint8_t *const *k = widen(p, &p->keys, block, tile, kv_head, count, keys, work->values, work);
     for (int lane = 0; lane < lanes; lane += ROWS) {
         const int64_t ahead = k == keys ? work->values[lane] - k[lane] : 0;
@@ -149,9 +149,9 @@ static void attend_heads(const AttentionProblem *p, const QueryBlock *blocks, Cu
         const Cut after = at.tile + 1 < block->tiles ? (Cut){at.block, at.tile + 1} : (Cut){at.block + 1, 0};
         const uint8_t **keys = work->keys[*side], **next = work->keys[*side ^ 1];
         if (k + 1 < block->kv_heads)
-            find_rows(p, &p->keys, block, at.tile, block->kv_head + k + 1, next);
+            tile_rows(p, &p->keys, block, at.tile, block->kv_head + k + 1, next);
         else if (is_before(after, to))
-            find_rows(p, &p->keys, &blocks[after.block], after.tile, blocks[after.block].kv_head, next);
+            tile_rows(p, &p->keys, &blocks[after.block], after.tile, blocks[after.block].kv_head, next);
         else
             next = keys;
         work->q = work->all_q + k * rows;
@@ -166,7 +166,7 @@ static void attend_share(const AttentionProblem *p, QueryBlock *blocks, Cut from
 {
     _Alignas(64) Work work;
     int side = 0;
-    find_rows(p, &p->keys, &blocks[from.block], from.tile, blocks[from.block].kv_head, work.keys[side]);
+    tile_rows(p, &p->keys, &blocks[from.block], from.tile, blocks[from.block].kv_head, work.keys[side]);
     for (Cut at = from; is_before(at, to); at = (Cut){at.block + 1, 0}) {
         QueryBlock *block = &blocks[at.block];
         const int64_t stop = at.block == to.block ? to.tile : block->tiles;

@@ -1,5 +1,5 @@
-/* What attention.h and attention.c share; attention.py mirrors Request, Batch, Cache and
- * AttentionProblem. */
+/* What attention.h and attention.c share; attention.py and pages.py mirror Request, Batch, Cache
+ * and AttentionProblem. */
 #ifndef COMPRESS_ATTENTION_PROBLEM_H
 #define COMPRESS_ATTENTION_PROBLEM_H
 #include <stdint.h>

@@ -19,7 +19,7 @@ typedef struct {
 } Work;
 
 /* Addresses of the keys or values of a tile; rows of zeros past the last visible key. */
-static void find_rows(const AttentionProblem *p, const Cache *cache, const QueryBlock *block, int64_t tile,
+static void tile_rows(const AttentionProblem *p, const Cache *cache, const QueryBlock *block, int64_t tile,
                       int64_t kv_head, const uint8_t **rows)
 {
     static const int sizes[] = {4, 2, 2, 1, 1};

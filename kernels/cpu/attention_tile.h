@@ -24,9 +24,8 @@ typedef struct {
 
 /* Sums of products of a row and KEY_TILE keys, by lanes. */
 static inline __attribute__((always_inline)) void dot_keys(const float *q, const uint8_t *const *keys, int64_t dim, Ask ask,
-                                                           vf *out)
+                                                           vf *sums)
 {
-    vf sums[KEY_TILE];
     for (int i = 0; i < KEY_TILE; i++)
         sums[i] = vf_set1(0.0f);
     for (int64_t d = 0; d < dim; d += ROWS) {
@@ -37,18 +36,20 @@ static inline __attribute__((always_inline)) void dot_keys(const float *q, const
             for (int i = 0; i < KEY_TILE; i++)
                 __builtin_prefetch(keys[i] + 4 * d + ask.ahead, 0, 2);
     }
-    for (int i = 0; i < KEY_TILE; i++)
-        out[i] = sums[i];
 }
 
 /* Products of a row and 16 keys. */
 static inline vf dot_16(const float *q, const uint8_t *const *keys, int64_t dim, Ask ask)
 {
-    vf sums[ROWS];
-#pragma GCC unroll 4
-    for (int first = 0; first < ROWS; first += KEY_TILE)
-        dot_keys(q, keys + first, dim, ask, sums + first);
-    return vf_add_lanes_16(sums);
+    float products[ROWS];
+    for (int first = 0; first < ROWS; first += 8) {
+        vf sums[8];
+#pragma GCC unroll 2
+        for (int i = 0; i < 8; i += KEY_TILE)
+            dot_keys(q, keys + first + i, dim, ask, sums + i);
+        add_lanes_of_8(sums, products + first);
+    }
+    return vf_load(products);
 }
 
 /* The same of `rows` rows and the keys in work->turned. */

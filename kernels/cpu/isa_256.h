@@ -144,19 +144,6 @@ static inline float vf_max_lanes(vf v)
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
 }
-/* Sixteen vectors to their sums, in the order of vf_add_lanes. */
-static inline __m256 add_lanes_8(const vf v[8])
-{
-    __m256 two[4];
-    for (int i = 0; i < 4; i++) { /* two vectors to two halves */
-        const __m256 a = _mm256_add_ps(v[i].a, v[i].b), b = _mm256_add_ps(v[4 + i].a, v[4 + i].b);
-        two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-    }
-    const __m256 low = _mm256_add_ps(_mm256_shuffle_ps(two[0], two[1], 0x44), _mm256_shuffle_ps(two[0], two[1], 0xee));
-    const __m256 high = _mm256_add_ps(_mm256_shuffle_ps(two[2], two[3], 0x44), _mm256_shuffle_ps(two[2], two[3], 0xee));
-    return _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd));
-}
-static inline vf vf_add_lanes_16(const vf v[16]) { return vf_make(add_lanes_8(v), add_lanes_8(v + 8)); }
 /* As float16 of 2^-8 times the size, whose exponent is one bit longer. */
 static inline vf vf_load_e4m3(const uint8_t *p)
 {

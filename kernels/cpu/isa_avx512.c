@@ -109,20 +109,6 @@ static inline float vf_max_lanes(vf v)
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
 }
-/* Sixteen vectors to their sums, in the order of vf_add_lanes. */
-static inline vf vf_add_lanes_16(const vf v[16])
-{
-    vf four[4];
-    for (int i = 0; i < 4; i++) { /* four vectors to four quarters */
-        const vf a = v[i], b = v[4 + i], c = v[8 + i], d = v[12 + i];
-        const vf ab = vf_add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-        const vf cd = vf_add(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-        four[i] = vf_add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    }
-    const vf low = vf_add(_mm512_shuffle_ps(four[0], four[1], 0x44), _mm512_shuffle_ps(four[0], four[1], 0xee));
-    const vf high = vf_add(_mm512_shuffle_ps(four[2], four[3], 0x44), _mm512_shuffle_ps(four[2], four[3], 0xee));
-    return vf_add(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xdd));
-}
 /* As float16 of 2^-8 times the size, whose exponent is one bit longer. */
 static inline vf vf_load_e4m3(const uint8_t *p)
 {

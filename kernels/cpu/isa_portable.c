@@ -98,12 +98,6 @@ static inline float vf_max_lanes(vf v)
             v.v[i] = v.v[i] > v.v[i + width] ? v.v[i] : v.v[i + width];
     return v.v[0];
 }
-static inline vf vf_add_lanes_16(const vf v[16])
-{
-    vf sums;
-    EACH sums.v[i] = vf_add_lanes(v[i]);
-    return sums;
-}
 /* As float16 of 2^-8 times the size, whose exponent is one bit longer. */
 static inline vf vf_load_e4m3(const uint8_t *p)
 {

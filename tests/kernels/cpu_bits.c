@@ -77,7 +77,7 @@ static void run(int isa)
             ((uint8_t *)cache)[i] = (uint8_t)(next() >> 24) & (type == PAGE_E4M3 || i % 2 ? 0xbb : 0xff);
         const Cache pages_of_type = {cache, type < PAGE_INT8 ? 0 : page_scale, 16 * 2 * 32, 2 * 32, 32, 16 * 2, 2, 1, type};
         const AttentionProblem decode = {q, out, 6 * 32, 32, pages_of_type, pages_of_type, &one, 0, 6, 2, 32, 16, 0, 0.2f, 3.0f};
-        compress_attention(isa, 2, &decode);
+        compress_attention(&(AttentionCall){{CALL_ATTENTION, isa, 2, 0}, decode});
         print_hash(out + 4 * 6 * 32, sizeof out / 5);
     }
     printf("\n");

@@ -1,7 +1,7 @@
 """The compiled paged attention gives a token the same bits whatever is computed beside it.
 
-Few rows read their keys in place, many rows turn them; blocks hold one KV head or several, and are divided among threads:
-each path must follow the same order of operations.
+Few rows read their keys in place, many rows turn them; blocks hold one KV head or several, and are divided among
+threads: each path must follow the same order of operations.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def test_every_code_of_e4m3(length: int) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 1, 256)
     queries = PagedQueries([1], [1], [[0]], 1)
     for isa in ISAS:
-        out = CompiledAttention(queries, isa)(torch.zeros(1, length, 256), Pages(torch.zeros_like(codes), codes), AttentionOptions())
+        out = CompiledAttention(queries, isa)(
+            torch.zeros(1, length, 256), Pages(torch.zeros_like(codes), codes), AttentionOptions()
+        )
         assert torch.equal(out[0].nan_to_num(), codes.float().view(1, 256).expand(length, 256).nan_to_num())
         assert torch.equal(out[0].isnan(), codes.float().view(1, 256).expand(length, 256).isnan())
 
