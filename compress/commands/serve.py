@@ -120,7 +120,7 @@ def serve(
             speculate=draft_tokens or (DEFAULT_DRAFTS if speculate else None),
         )
         options = Options(
-            names=names or (checkpoint.resolve().name,),
+            names=names or (_name(checkpoint),),
             max_model_len=context_length(engine, max_model_len),
             api_key=key,
             max_body_bytes=max_body,
@@ -131,6 +131,11 @@ def serve(
         service = Service(engine, Prompts.of(checkpoint), options, max_running)
         told = f"serving {options.names[0]} on {address(sock)}"
         run_server(service, sock, lambda: click.echo(told), lambda line: click.echo(line, err=True))
+
+
+def _name(checkpoint: Path) -> str:
+    """The directory's, as it was given: a link keeps its own."""
+    return checkpoint.name if checkpoint.name not in ("", "..") else checkpoint.resolve().name
 
 
 @contextmanager

@@ -29,13 +29,15 @@ def start(tiny: Path, *options: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def process(tiny: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`compress serve` as a user starts it, and its address."""
-    running = start(tiny)
+def process(tiny: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`compress serve` as a user starts it, on a link that gives the model its name, and its address."""
+    link = tmp_path / "linked"
+    link.symlink_to(tiny)
+    running = start(link)
     try:
         assert running.stdout is not None
         line = running.stdout.readline()
-        assert line.startswith(f"serving {tiny.name} on http://127.0.0.1:"), line + (running.communicate()[1] or "")
+        assert line.startswith("serving linked on http://127.0.0.1:"), line + (running.communicate()[1] or "")
         yield running, line.split()[-1]
     finally:
         running.kill()
