@@ -26,6 +26,30 @@ static void print_hash(const void *data, size_t bytes)
     printf("%016llx ", (unsigned long long)hash);
 }
 
+/* Distributions, draws and log-probabilities of rows of a length that is no multiple of 16. */
+static void choose(int isa)
+{
+    enum { V = 1013, RULES = 5 };
+    static float weight[V + 64], rest[V + 64], most[V / 64 + 1], probs[RULES][V], values[9];
+    static int64_t order[V + 64], ids[9];
+    static double sum[V / 64 + 1];
+    const SampleKernels *kernels = &kernels_of(isa)->sampling;
+    const Rule rules[RULES] = {{1.0, 0.3, V, 1.0f, 0.0f}, {0.9, 0.7, V, 1.4f, 0.0f}, {0.8, 0.5, 40, 0.5f, 0.05f},
+                               {1.0, 0.1, 200, 1.0f, 0.0f}, {1.0, 0.0, V, 0.0f, 0.0f}};
+    Scratch s = {weight, rest, order, sum, most};
+    int64_t tokens[RULES + 1];
+    for (int r = 0; r < RULES; r++) {
+        kernels->distribution(x + r * V, V, rules + r, probs[r], &s);
+        tokens[r] = kernels->sample(x + r * V, V, rules + r, &s);
+    }
+    print_hash(probs, sizeof probs);
+    tokens[RULES] = kernels->pick(probs[0], probs[1], V, 0.4, sum);
+    print_hash(tokens, sizeof tokens);
+    kernels->logprobs(x, V, 5, 8, values + 8, ids, values, &s);
+    print_hash(values, sizeof values);
+    print_hash(ids, sizeof ids);
+}
+
 static void run(int isa)
 {
     const int widths[] = {K / 2, K, 2 * K, 2 * K, 4 * K}; /* bytes of a row of each kind */
@@ -80,6 +104,7 @@ static void run(int isa)
         compress_attention(&(AttentionCall){{CALL_ATTENTION, isa, 2, 0}, decode});
         print_hash(out + 4 * 6 * 32, sizeof out / 5);
     }
+    choose(isa);
     printf("\n");
 }
 

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from compress.kernels import sampling
-from compress.kernels.cpu.isa import supported
-from compress.kernels.cpu.sampling import CompiledSampling
-from compress.kernels.sampling import Rules, top_logprobs
-
-ISAS = supported()
-PATHS = ["reference", *ISAS]
-
-
-def operations(path: str):  # a module or an object with the same functions
-    return sampling if path == "reference" else CompiledSampling(path)  # type: ignore[arg-type]
-
-
-def rules_of(*rows: tuple[float, int, float, float]) -> Rules:
-    return Rules(*(list(column) for column in zip(*rows, strict=True)))
+from tests.kernels.sampled_rows import FILTERS, PATHS, mixed, operations, rows_of_logits, rules_of
 
 
 def kept_by_hand(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
@@ -36,37 +22,6 @@ def kept_by_hand(logits_V: torch.Tensor, temperature: float, top_k: int, top_p: 
             out[i] = weights[i]
         before += weights[i]
     return [weight / math.fsum(out) for weight in out]
-
-
-def rows_of_logits(vocab: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(vocab)
-    normal = torch.randn(vocab, generator=generator) * 3
-    peaked = normal.clone()
-    peaked[vocab // 2] = 40.0
-    return {
-        "normal": normal,
-        "flat": torch.randn(vocab, generator=generator) * 0.01,
-        "equal": torch.zeros(vocab),
-        "peaked": peaked,
-        "coarse": (normal * 2).round() / 2,  # many ties
-        "impossible": torch.where(torch.rand(vocab, generator=generator) < 0.9, -math.inf, normal).index_fill(
-            0, torch.tensor([vocab - 1]), 1.0
-        ),
-    }
-
-
-FILTERS = [
-    (1.0, 10**6, 1.0, 0.0),
-    (0.7, 10**6, 0.9, 0.0),
-    (1.0, 10**6, 0.999, 0.0),
-    (1.0, 10**6, 1e-6, 0.0),
-    (1.5, 5, 1.0, 0.0),
-    (1.0, 1, 1.0, 0.0),
-    (1.0, 700, 1.0, 0.0),  # more than there are blocks of 64
-    (1.0, 40, 0.8, 0.0),
-    (1.0, 10**6, 1.0, 0.3),
-    (2.0, 50, 0.95, 0.2),
-]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -150,138 +105,15 @@ def test_logprobs_and_the_likeliest(path: str, vocab: int) -> None:
             torch.testing.assert_close(found.values_Nk[0].double(), exact_V[order[:count]], rtol=1e-6, atol=4e-6)
 
 
-def verify(path: str, p: list, q: list, tokens: Sequence[int], chances: Sequence[float], uniforms: Sequence[float]):
-    accepted, token = operations(path).verify_drafts(
-        torch.tensor(p), [torch.tensor(one) for one in q], tokens, chances, uniforms
-    )
-    return accepted.tolist(), token.tolist()
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_verification_by_hand(path: str) -> None:
-    """Three requests: one rejected at once, one with a token of p = 0, one accepted whole."""
-    p = [[0.25, 0.75], [0.5, 0.5], [1.0, 0.0], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75]]
-    q = [[[0.5, 0.5]], [[0.5, 0.5]], [[0.125, 0.875]]]
-    # 0.25 / 0.5 is the chance of the first; the residual of a rejection is all on token 1
-    assert verify(path, p, q, [0, 1, 0], [0.5, 0.0, 0.99], [0.0, 0.9, 0.0, 0.9, 0.9, 0.2]) == ([0, 0, 1], [1, 0, 0])
-    assert verify(path, p, q, [0, 0, 1], [0.499, 0.9, 0.6], [0.9, 0.9, 0.9, 0.9, 0.3, 0.9]) == ([1, 1, 0], [1, 1, 0])
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_requests_are_verified_as_alone(path: str) -> None:
-    """Drafts of 1 to 5 tokens, wide vocabularies, numbers at random; both ends are reached."""
-    generator = torch.Generator().manual_seed(1)
-    lengths, vocab = [1, 5, 2, 3, 1, 4, 4, 2, 5], 700
-    p = torch.rand(sum(lengths) + len(lengths), vocab, generator=generator) ** 6
-    drafts = [torch.rand(k, vocab, generator=generator) ** 6 for k in lengths]
-    p /= p.sum(1, keepdim=True)
-    starts = [sum(lengths[:n]) for n in range(len(lengths))]
-    for n, draft in enumerate(drafts):
-        draft /= draft.sum(1, keepdim=True)
-        if n % 2:
-            draft[:] = p[starts[n] + n : starts[n] + n + lengths[n]]
-    tokens = [int(torch.multinomial(row, 1, generator=generator)) for draft in drafts for row in draft]
-    chances = torch.rand(sum(lengths), generator=generator, dtype=torch.float64).tolist()
-    uniforms = torch.rand(len(p), generator=generator, dtype=torch.float64).tolist()
-    accepted, token = operations(path).verify_drafts(p, drafts, tokens, chances, uniforms)
-    assert all(accepted[n] == lengths[n] for n in range(1, 9, 2)), "p = q: all stand"
-    assert any(accepted[n] < lengths[n] for n in range(0, 9, 2))
-    for n, k in enumerate(lengths):
-        first = starts[n]
-        alone = operations(path).verify_drafts(
-            p[first + n : first + n + k + 1],
-            [drafts[n]],
-            tokens[first : first + k],
-            chances[first : first + k],
-            uniforms[first + n : first + n + k + 1],
-        )
-        assert (int(alone[0]), int(alone[1])) == (int(accepted[n]), int(token[n]))
-    expected = sampling.verify_drafts(p.double(), [draft.double() for draft in drafts], tokens, chances, uniforms)
-    assert torch.equal(accepted, expected[0])
-    assert torch.equal(token, expected[1])
-
-
-def mixed(vocab: int) -> tuple[torch.Tensor, Rules, list[float]]:
-    """All rows of logits under all rules, greedy rows among them."""
-    rows = list(rows_of_logits(vocab).values())
-    kinds = [*FILTERS, (0.0, 10**6, 1.0, 0.0)]
-    logits_NV = torch.stack([rows[i % len(rows)] for i in range(len(kinds) * len(rows))])
-    chosen = [kinds[i // len(rows)] for i in range(len(logits_NV))]
-    return logits_NV, rules_of(*chosen), torch.rand(len(chosen), generator=torch.Generator().manual_seed(3)).tolist()
-
-
-@pytest.mark.skipif(not ISAS, reason="no C compiler on this machine")
-@pytest.mark.parametrize("vocab", [17, 49152])
-def test_bits_do_not_depend_on_instruction_set_threads_or_company(vocab: int) -> None:
-    logits_NV, rules, uniforms = mixed(vocab)
-    lengths = [3] * (len(logits_NV) // 4)
-
-    def results(path: str, order: list[int]) -> list[torch.Tensor]:
-        ops, rows = operations(path), logits_NV[order]
-        probs_NV = ops.token_distributions(rows, rules.some(order))
-        found = ops.top_logprobs(rows, [vocab // 2] * len(order), 7)
-        picked_N = ops.pick_tokens(probs_NV, [uniforms[i] for i in order])
-        sampled_N = ops.sample_tokens(rows, rules.some(order), [uniforms[i] for i in order])
-        return [sampled_N, probs_NV, picked_N, found.chosen_N, found.ids_Nk, found.values_Nk]
-
-    everyone, threads = list(range(len(logits_NV))), torch.get_num_threads()
-    expected = results(ISAS[-1], everyone)
-    draft = [probs_kV.flip(1).contiguous() for probs_kV in expected[1][: sum(lengths)].split(3)]
-    numbers = ([5 % vocab] * sum(lengths), [0.7] * sum(lengths), uniforms[: sum(lengths) + len(lengths)])
-    verdict = operations(ISAS[-1]).verify_drafts(expected[1][: sum(lengths) + len(lengths)], draft, *numbers)
-    for isa in ISAS:
-        again = operations(isa).verify_drafts(expected[1][: sum(lengths) + len(lengths)], draft, *numbers)
-        for one, other in zip([*results(isa, everyone), *again], [*expected, *verdict], strict=True):
-            assert torch.equal(one, other), isa
-    for order in ([7], [65, 3, 20], everyone[::-1]):
-        for one, other in zip(results(ISAS[-1], order), expected, strict=True):
-            assert torch.equal(one, other[order])
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            for one, other in zip(results(ISAS[-1], everyone), expected, strict=True):
-                assert torch.equal(one, other), f"{count} threads"
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.skipif(not ISAS, reason="no C compiler on this machine")
-def test_rows_that_lie_apart_and_what_goes_to_the_reference() -> None:
-    logits_NV, rules, uniforms = mixed(130)
-    ops = operations(ISAS[-1])
-    expected_N = ops.sample_tokens(logits_NV, rules, uniforms)
-    room = torch.full((len(logits_NV), 151), math.nan)
-    room[:, :130] = logits_NV
-    assert torch.equal(ops.sample_tokens(room[:, :130], rules, uniforms), expected_N)
-    wide_NV = logits_NV.double()
-    assert torch.equal(
-        ops.token_distributions(wide_NV.float().t().contiguous().t(), rules),
-        sampling.token_distributions(logits_NV, rules),
-    )
-    nobody = rules.some([])
-    assert ops.sample_tokens(logits_NV[:0], nobody, []).shape == (0,)
-    assert ops.token_distributions(logits_NV[:0], nobody).shape == (0, 130)
-    assert ops.top_logprobs(logits_NV[:0], [], 3).ids_Nk.shape == (0, 3)
-    half = top_logprobs(logits_NV.bfloat16(), [0] * len(logits_NV), 2)
-    assert torch.equal(ops.top_logprobs(logits_NV.bfloat16(), [0] * len(logits_NV), 2).ids_Nk, half.ids_Nk)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])
-def test_a_pick_agrees_with_a_search_through_all_tokens(path: str, dtype: torch.dtype, vocab: int) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    probs_V = torch.rand(vocab, generator=generator, dtype=dtype) ** 4 + 1e-4
-    probs_V[torch.rand(vocab, generator=generator) < 0.5] = 0
-    probs_V[vocab // 2] = 0.5
-    ends_V = probs_V.double().cumsum(0)
-    tokens = probs_V.nonzero()[:, 0].tolist()
-    points = [
-        float(ends_V[token] - float(probs_V[token]) * part) / float(ends_V[-1])
-        for token in tokens
-        for part in (1 - 1e-9, 0.5, 1e-9)
-    ]
-    found = operations(path).pick_tokens(probs_V.expand(len(points), -1), points).tolist()
-    assert found == [token for token in tokens for _ in range(3)]
-    ends = operations(path).pick_tokens(probs_V.expand(2, -1), [0.0, 1 - 2**-48]).tolist()
-    assert ends == [tokens[0], tokens[-1]]
+def test_nothing_on_a_device_waits_for_its_numbers() -> None:
+    """Tensors without contents: to read one on the host, or to let a size depend on it, would fail."""
+    logits_NV, rules, uniforms = mixed(200)
+    logits_NV = logits_NV.to("meta")
+    rows = len(logits_NV)
+    assert sampling.sample_tokens(logits_NV, rules, uniforms).shape == (rows,)
+    probs_NV = sampling.token_distributions(logits_NV, rules)
+    assert sampling.pick_tokens(probs_NV, uniforms).shape == (rows,)
+    assert sampling.top_logprobs(logits_NV, [0] * rows, 5).ids_Nk.shape == (rows, 5)
+    drafts = [probs_NV[:2], probs_NV[:3]]
+    accepted, token = sampling.verify_drafts(probs_NV[:7], drafts, [1] * 5, [0.5] * 5, uniforms[:7])
+    assert accepted.shape == token.shape == (2,)
