@@ -1,7 +1,8 @@
 """Latent attention by the compiled attention kernel: one KV head whose keys and values are [latent, rotated key].
 
 What the kernel sums over the rotated keys is left out of the result. The results are the same bits in any batch, as
-those of CompiledAttention; ranks that it does not take go to the reference, which depends on the batch by rounding.
+those of CompiledAttention; widths that it does not take (above 576, or no multiple of 16) go to the reference, which
+depends on the batch by rounding.
 
 Shapes: as mla.py; X = R + E.
 """
