@@ -55,15 +55,12 @@ INLINE vf load_weights(int kind, const uint8_t *at)
 }
 
 /* The products of 16 columns. */
-INLINE void add_step(int kind, int tokens, int rows, const uint8_t *const *w, int64_t offset, int64_t ahead,
-                     const float *x, vf *acc)
+INLINE void add_step(int kind, int tokens, int rows, const uint8_t *const *w, int64_t offset, const float *x, vf *acc)
 {
     vf v[BLOCK_ROWS];
 #pragma GCC unroll 24
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++)
         v[r] = load_weights(kind, w[r] + offset);
-        __builtin_prefetch(w[r] + offset + ahead, 0, 2);
-    }
 #pragma GCC unroll 24
     for (int t = 0; t < tokens; t++) {
         vf activation = vf_load(x + ROWS * t);
@@ -89,16 +86,24 @@ INLINE void tile_outputs(const Problem *p, const Block *b, int kind, int tokens,
                          int64_t width, const float *x, float *y, vf *saved)
 {
     vf acc[(TILE_SUMS + 7) / 8 * 8] = {0};
-    const int64_t size = kind_bits(kind) / 8, stop = least(k + width, p->k);
+    const int64_t size = kind_bits(kind) / 8, line = 64 / size, stop = least(k + width, p->k);
     /* the rows of the next block are asked for a few with each tile of tokens, which takes longer than they do */
     const int64_t ahead = first * b->tiles / BLOCK_ROWS == b->tile ? BLOCK_ROWS * b->part->row_bytes : 0;
 #pragma GCC unroll 24
     for (int i = 0; i < rows * tokens; i++)
         acc[i] = k ? saved[i] : vf_set1(0.0f);
+    for (; k + line <= stop; k += line) {
+#pragma GCC unroll 24
+        for (int r = 0; r < rows; r++)
+            __builtin_prefetch(b->rows[first + r] + k * size + ahead, 0, 2);
+#pragma GCC unroll 24
+        for (int i = 0; i < line; i += ROWS)
+            add_step(kind, tokens, rows, b->rows + first, (k + i) * size, x + (k + i) * tokens, acc);
+    }
     for (; k + ROWS <= stop; k += ROWS)
-        add_step(kind, tokens, rows, b->rows + first, k * size, ahead, x + k * tokens, acc);
+        add_step(kind, tokens, rows, b->rows + first, k * size, x + k * tokens, acc);
     if (k < stop)
-        add_step(kind, tokens, rows, b->ends + first, 0, 0, x + k * tokens, acc);
+        add_step(kind, tokens, rows, b->ends + first, 0, x + k * tokens, acc);
     if (stop < p->k) {
 #pragma GCC unroll 24
         for (int i = 0; i < rows * tokens; i++)
