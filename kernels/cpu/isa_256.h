@@ -233,7 +233,17 @@ static inline __attribute__((always_inline)) void dot_bytes(const uint8_t *const
 }
 #endif
 
-#define HOLD(v) /* no register is left for it */
+/* One register of a vector, of two. */
+typedef __m256 vp;
+static inline vp vp_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline vp vp_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(load128(p)); }
+static inline vp vp_load_bf16(const uint16_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
+}
+static inline vp vp_fma(vp x, vp y, vp z) { return _mm256_fmadd_ps(x, y, z); }
+#define VP_OF(v, h) ((h) ? &(v).b : &(v).a)
+#define HOLD(v) __asm__("" : "+x"(v))
 #define TILE_SUMS 6
 #define TILE_TOKENS 3
 #define ROW_TILES(run) run(3, 2) run(2, 3) run(1, 6) /* tokens by rows of floats: 6 sums in 12 registers */

@@ -153,6 +153,13 @@ static inline __attribute__((always_inline)) void dot_bytes(const uint8_t *const
 }
 #define dot_nibbles dot_bytes
 
+/* One register of a vector: all of it. */
+#define vp vf
+#define vp_load vf_load
+#define vp_load_f16 vf_load_f16
+#define vp_load_bf16 vf_load_bf16
+#define vp_fma vf_fma
+#define VP_OF(v, h) (&(v))
 #define HOLD(v) __asm__("" : "+v"(v))
 #define TILE_SUMS 24
 #define TILE_TOKENS 8

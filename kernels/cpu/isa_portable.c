@@ -122,6 +122,13 @@ static inline void dot_bytes(const uint8_t *const *w, const int8_t *q, int64_t w
 }
 #define dot_nibbles dot_bytes
 
+/* One register of a vector: all of it. */
+#define vp vf
+#define vp_load vf_load
+#define vp_load_f16 vf_load_f16
+#define vp_load_bf16 vf_load_bf16
+#define vp_fma vf_fma
+#define VP_OF(v, h) (&(v))
 #define HOLD(v)
 #define TILE_SUMS 6
 #define TILE_TOKENS 3

@@ -48,26 +48,32 @@ static void pack_token(const Problem *p, int token)
     }
 }
 
-INLINE vf load_weights(int kind, const uint8_t *at)
+INLINE vp load_weights(int kind, const uint8_t *at)
 {
-    return kind == KIND_F32 ? vf_load((const float *)at)
-                            : kind == KIND_BF16 ? vf_load_bf16((const uint16_t *)at) : vf_load_f16((const uint16_t *)at);
+    return kind == KIND_F32 ? vp_load((const float *)at)
+                            : kind == KIND_BF16 ? vp_load_bf16((const uint16_t *)at) : vp_load_f16((const uint16_t *)at);
 }
 
-/* The products of 16 columns. */
+/* The products of 16 columns, a register of each vector at a time. */
 INLINE void add_step(int kind, int tokens, int rows, const uint8_t *const *w, int64_t offset, const float *x, vf *acc)
 {
-    vf v[BLOCK_ROWS];
+    const int64_t size = kind_bits(kind) / 8, lanes = sizeof(vp) / sizeof *x;
 #pragma GCC unroll 24
-    for (int r = 0; r < rows; r++)
-        v[r] = load_weights(kind, w[r] + offset);
-#pragma GCC unroll 24
-    for (int t = 0; t < tokens; t++) {
-        vf activation = vf_load(x + ROWS * t);
-        HOLD(activation); /* loaded once, not once for each row: loads would be the limit */
+    for (int h = 0; h < (int)(sizeof(vf) / sizeof(vp)); h++) {
+        vp v[BLOCK_ROWS];
 #pragma GCC unroll 24
         for (int r = 0; r < rows; r++)
-            acc[r * tokens + t] = vf_fma(v[r], activation, acc[r * tokens + t]);
+            v[r] = load_weights(kind, w[r] + offset + h * lanes * size);
+#pragma GCC unroll 24
+        for (int t = 0; t < tokens; t++) {
+            vp activation = vp_load(x + ROWS * t + h * lanes);
+            HOLD(activation); /* loaded once, not once for each row: loads would be the limit */
+#pragma GCC unroll 24
+            for (int r = 0; r < rows; r++) {
+                vp *sum = VP_OF(acc[r * tokens + t], h);
+                *sum = vp_fma(v[r], activation, *sum);
+            }
+        }
     }
 }
 
