@@ -16,9 +16,7 @@ from itertools import accumulate
 import torch
 
 BLOCK = 64  # columns that are summed together before a point of the cumulative distribution is looked for
-NUCLEUS = (
-    1024  # of the likeliest tokens nearly always hold the nucleus; a sort of the vocabulary takes ten times as long
-)
+NUCLEUS = 1024  # so many of the likeliest tokens nearly always hold the nucleus; to sort all takes ten times as long
 
 
 @dataclass(frozen=True)
