@@ -12,7 +12,7 @@ where they are shown.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -125,22 +125,25 @@ class Figures:
 
 
 def figures(runs: Sequence[Run], limits: Limits | None) -> Figures:
-    """Rates are totals over total seconds; latencies are of all answered requests of all runs together."""
+    """Rates are medians over the runs, which one disturbed run does not move; latencies are of all answered requests."""
+
+    def rate(count: Callable[[Run], float]) -> float:
+        return float(np.median([count(run) / run.seconds for run in runs]))
+
     timings = [timing for run in runs for timing in run.timings]
     answered = [timing for run in runs for timing in run.answered]
     seconds = sum(run.seconds for run in runs)
     output = sum(timing.output_tokens for timing in answered)
-    prompt = sum(timing.prompt_tokens for timing in answered)
     told = [run.preemptions for run in runs if run.preemptions is not None]
     return Figures(
         requests=len(timings),
         failed=len(timings) - len(answered),
         short=sum(timing.output_tokens < timing.asked_tokens for timing in answered),
         seconds=seconds,
-        output_tokens_per_s=output / seconds,
-        total_tokens_per_s=(prompt + output) / seconds,
-        requests_per_s=len(answered) / seconds,
-        goodput=sum(map(limits.met_by, timings)) / seconds if limits else None,
+        output_tokens_per_s=rate(lambda run: sum(t.output_tokens for t in run.answered)),
+        total_tokens_per_s=rate(lambda run: sum(t.prompt_tokens + t.output_tokens for t in run.answered)),
+        requests_per_s=rate(lambda run: len(run.answered)),
+        goodput=rate(lambda run: sum(map(limits.met_by, run.timings))) if limits else None,
         tokens_per_piece=output / sum(len(timing.pieces) for timing in answered) if answered else None,
         ttft=spread(timing.ttft for timing in answered),
         tpot=spread(tpot for timing in answered if (tpot := timing.tpot) is not None),

@@ -48,12 +48,14 @@ def test_percentiles_interpolate() -> None:
     assert spread([]) is None
 
 
-def test_rates_are_totals_over_the_time_of_all_runs() -> None:
-    runs = [Run([timing(0, 1, 2), timing(0, 1, 3)], 3.0), Run([timing(0, 0.5, 1)], 1.0)]
+def test_rates_are_medians_over_runs() -> None:
+    """A run that something else held up for 100 s moves nothing."""
+    runs = [Run([timing(0, 1, 2), timing(0, 1, 3)], 3.0), Run([timing(0, 0.5, 1)], 1.0), Run([timing(0, 1, 2)], 100.0)]
     found = figures(runs, None)
-    assert found.output_tokens_per_s == pytest.approx(6 / 4)
-    assert found.total_tokens_per_s == pytest.approx((6 + 30) / 4)
-    assert found.requests_per_s == pytest.approx(3 / 4)
+    assert found.output_tokens_per_s == pytest.approx(4 / 3)
+    assert found.total_tokens_per_s == pytest.approx((4 + 20) / 3)
+    assert found.requests_per_s == pytest.approx(2 / 3)
+    assert found.seconds == 104.0
     assert found.goodput is None
     assert runs[0].output_rate == pytest.approx(4 / 3)
 
