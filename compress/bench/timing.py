@@ -125,7 +125,7 @@ class Figures:
 
 
 def figures(runs: Sequence[Run], limits: Limits | None) -> Figures:
-    """Rates are medians over the runs, which one disturbed run does not move; latencies are of all answered requests."""
+    """Rates are medians over the runs, so that one disturbed run moves none; latencies are of all answered requests."""
 
     def rate(count: Callable[[Run], float]) -> float:
         return float(np.median([count(run) / run.seconds for run in runs]))
