@@ -1,5 +1,6 @@
 /* The C interface of paged attention, and how its work is shared out. */
 #include "program.h"
+#include "threads.h"
 
 #include <stdlib.h>
 
@@ -126,6 +127,22 @@ static int divide_blocks(const AttentionProblem *p, QueryBlock *blocks, int64_t 
     return 0;
 }
 
+typedef struct {
+    const Kernels *kernels;
+    const AttentionProblem *problem;
+    QueryBlock *blocks;
+    const Cut *cuts;
+} Shares;
+
+static void attend_shares(const void *context, int worker, int64_t first, int64_t last)
+{
+    const Shares *s = context;
+    (void)worker;
+    for (const Cut *cut = s->cuts + first; cut < s->cuts + last; cut++)
+        if (cut[0].block != cut[1].block || cut[0].tile != cut[1].tile)
+            s->kernels->attend(s->problem, s->blocks, cut[0], cut[1]);
+}
+
 /* softmax(q K^T) V over the pages of each request. Returns 1 where memory ran out. */
 int compress_attention(const AttentionCall *c)
 {
@@ -150,10 +167,7 @@ int compress_attention(const AttentionCall *c)
         free(blocks);
         return 1;
     }
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (shares > 1)
-    for (int64_t i = 0; i < shares; i++)
-        if (cuts[i].block != cuts[i + 1].block || cuts[i].tile != cuts[i + 1].tile)
-            kernels->attend(p, blocks, cuts[i], cuts[i + 1]);
+    share_out(threads, shares, attend_shares, &(Shares){kernels, p, blocks, cuts});
     free(parts);
     free(blocks);
     return 0;

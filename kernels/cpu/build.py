@@ -1,7 +1,4 @@
-"""The compiled CPU kernels: built by the system's C compiler at first use, kept in a cache, loaded by ctypes.
-
-OpenMP's runtime is the one that torch has already loaded, so both share one pool of threads.
-"""
+"""The compiled CPU kernels: built by the system's C compiler at first use, kept in a cache, loaded by ctypes."""
 
 from __future__ import annotations
 
@@ -17,12 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import torch  # first, so that its OpenMP runtime is the process's  # noqa: F401
-
 SOURCES = Path(__file__).parent
 # Contraction is off: fused multiply-adds are written out, so that every instruction set gives the same bits. Never
 # -ffast-math: a library linked with it sets flush-to-zero for the whole process.
-FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 SEAL = hashlib.sha256().digest_size
 Compiler = tuple[str, ...]  # a program and its first arguments
@@ -109,7 +104,7 @@ def _compile(compiler: Compiler, sources: list[Path], work: Path) -> Path:
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_one, sources))
     output = work / "cpu.so"
-    _run([*compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(output), "-lm"])
+    _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(output), "-lm"])
     return output
 
 

@@ -1,5 +1,6 @@
 /* The C interface: tokens are quantized once, then the panels of all parts are shared out among the threads. */
 #include "program.h"
+#include "threads.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -38,6 +39,36 @@ const Kernels *kernels_of(int isa)
     return &kernels_portable;
 }
 
+typedef struct {
+    const Kernels *kernels;
+    const Problem *problem;
+    const Part *parts;
+    int nibbles;
+} Codes;
+
+static void prepare_tokens(const void *context, int worker, int64_t first, int64_t last)
+{
+    const Codes *c = context;
+    (void)worker;
+    for (int64_t t = first; t < last; t++)
+        c->kernels->token(c->problem, (int)t, c->nibbles);
+}
+
+/* The strips of all parts, laid end to end. */
+static void compute_strips(const void *context, int worker, int64_t first, int64_t last)
+{
+    const Codes *c = context;
+    const int64_t rows = c->kernels->panels * ROWS;
+    (void)worker;
+    for (; first < last; first++) {
+        int64_t strip = first;
+        const Part *part = c->parts;
+        for (; strip >= (part->n + rows - 1) / rows; part++)
+            strip -= (part->n + rows - 1) / rows;
+        c->kernels->strip(c->problem, part, strip);
+    }
+}
+
 /* y[:, column of each part] = x * dequant(W)^T + bias, for x [m, k] and y [m, ...], both float32 with unit stride in a
  * row. All parts are of one kind, k, group and block. Returns 0, or 1 where memory ran out (nothing is computed then). */
 int compress_linear(const LinearCall *c)
@@ -72,23 +103,10 @@ int compress_linear(const LinearCall *c)
     p.q = (int8_t *)(scratch + 8 * entries);
     p.x_tiles = (float *)(scratch + 8 * entries);
 
-    const int nibbles = parts[0].kind == KIND_INT4;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        if (!exact || asymmetric || m >= kernels->tile) {
-#pragma omp for schedule(static)
-            for (int t = 0; t < m; t++)
-                kernels->token(&p, t, nibbles);
-        }
-#pragma omp for schedule(static)
-        for (int64_t index = 0; index < strips; index++) {
-            int64_t strip = index;
-            const Part *part = parts;
-            for (; strip >= (part->n + rows - 1) / rows; part++)
-                strip -= (part->n + rows - 1) / rows;
-            kernels->strip(&p, part, strip);
-        }
-    }
+    const Codes codes = {kernels, &p, parts, parts[0].kind == KIND_INT4};
+    if (!exact || asymmetric || m >= kernels->tile)
+        share_out(m * k >= SHARED ? threads : 1, m, prepare_tokens, &codes);
+    share_out(threads, strips, compute_strips, &codes);
     free(scratch);
     return 0;
 }

@@ -1,47 +1,63 @@
 /* The C interface of norms, gates and rotations. */
 #include "program.h"
+#include "threads.h"
 
 #include <string.h>
 
-#define SHARED 32768 /* numbers, from which on rows are shared out among threads */
-
-void compress_norm(const NormCall *c)
+static void norm_rows(const void *context, int worker, int64_t first, int64_t last)
 {
+    const NormCall *c = context;
     const Kernels *kernels = kernels_of(c->call.isa);
-#pragma omp parallel for schedule(static) num_threads(c->call.threads) if (c->call.threads > 1 && c->rows * c->count >= SHARED)
-    for (int64_t r = 0; r < c->rows; r++)
+    (void)worker;
+    for (int64_t r = first; r < last; r++)
         kernels->rows.norm(c->x + r * c->x_stride, c->residual ? c->residual + r * c->residual_stride : 0,
                            c->total ? c->total + r * c->count : 0, c->weight, c->out + r * c->count, c->count, c->eps,
                            c->call.variant);
 }
 
-/* [T, H, count] by strides, a weight for each head: out is [T, H, count], contiguous. */
-void compress_head_norm(const HeadNormCall *c)
+void compress_norm(const NormCall *c)
 {
+    share_out(c->rows * c->count >= SHARED ? c->call.threads : 1, c->rows, norm_rows, c);
+}
+
+/* [T, H, count] by strides, a weight for each head: out is [T, H, count], contiguous. */
+static void norm_heads(const void *context, int worker, int64_t first, int64_t last)
+{
+    const HeadNormCall *c = context;
     const Kernels *kernels = kernels_of(c->call.isa);
-#pragma omp parallel for schedule(static) num_threads(c->call.threads)                                                 \
-    if (c->call.threads > 1 && c->tokens * c->heads * c->dim >= SHARED)
-    for (int64_t t = 0; t < c->tokens; t++)
+    (void)worker;
+    for (int64_t t = first; t < last; t++)
         for (int64_t h = 0; h < c->heads; h++)
             kernels->rows.norm(c->x + t * c->token_stride + h * c->head_stride, 0, 0, c->weight + h * c->dim,
                                c->out + (t * c->heads + h) * c->dim, c->dim, c->eps, c->call.variant);
 }
 
-void compress_gate(const GateCall *c)
+void compress_head_norm(const HeadNormCall *c)
 {
+    share_out(c->tokens * c->heads * c->dim >= SHARED ? c->call.threads : 1, c->tokens, norm_heads, c);
+}
+
+static void gate_rows(const void *context, int worker, int64_t first, int64_t last)
+{
+    const GateCall *c = context;
     const Kernels *kernels = kernels_of(c->call.isa);
-#pragma omp parallel for schedule(static) num_threads(c->call.threads) if (c->call.threads > 1 && c->rows * c->count >= SHARED)
-    for (int64_t r = 0; r < c->rows; r++)
+    (void)worker;
+    for (int64_t r = first; r < last; r++)
         kernels->rows.gate(c->x + r * c->x_stride, c->out + r * c->count, c->count, c->call.variant);
 }
 
-/* The first 2 F of D dimensions of every head turn by the angles of their token; the rest are copied. */
-void compress_rotate(const RotateCall *c)
+void compress_gate(const GateCall *c)
 {
+    share_out(c->rows * c->count >= SHARED ? c->call.threads : 1, c->rows, gate_rows, c);
+}
+
+/* The first 2 F of D dimensions of every head turn by the angles of their token; the rest are copied. */
+static void rotate_tokens(const void *context, int worker, int64_t first, int64_t last)
+{
+    const RotateCall *c = context;
     const int64_t pairs = c->pairs, dim = c->dim;
-#pragma omp parallel for schedule(static) num_threads(c->call.threads)                                                 \
-    if (c->call.threads > 1 && c->tokens * c->heads * dim >= SHARED)
-    for (int64_t t = 0; t < c->tokens; t++)
+    (void)worker;
+    for (int64_t t = first; t < last; t++)
         for (int64_t h = 0; h < c->heads; h++) {
             const float *from = c->x + t * c->token_stride + h * c->head_stride;
             const float *cos = c->cos + t * pairs, *sin = c->sin + t * pairs;
@@ -61,4 +77,9 @@ void compress_rotate(const RotateCall *c)
             }
             memcpy(to + 2 * pairs, from + 2 * pairs, sizeof *to * (size_t)(dim - 2 * pairs));
         }
+}
+
+void compress_rotate(const RotateCall *c)
+{
+    share_out(c->tokens * c->heads * c->dim >= SHARED ? c->call.threads : 1, c->tokens, rotate_tokens, c);
 }

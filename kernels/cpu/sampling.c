@@ -1,9 +1,8 @@
 /* The C interface of choosing tokens: rows are shared out among the threads. */
 #include "linear.h"
+#include "threads.h"
 
 #include <stdlib.h>
-
-#define SHARED 32768 /* numbers, from which on rows are shared out among threads */
 
 /* What one call works on; sampling.py mirrors it. */
 typedef struct {
@@ -42,24 +41,34 @@ static int allocate(Scratch *s, int64_t count)
     return 1;
 }
 
+typedef struct {
+    const Sampling *problem;
+    Work work;
+    Scratch *scratch; /* of each thread */
+} Rows;
+
+static void work_on_rows(const void *context, int worker, int64_t first, int64_t last)
+{
+    const Rows *r = context;
+    const SampleKernels *kernels = &kernels_of(r->problem->isa)->sampling;
+    for (int64_t row = first; row < last; row++)
+        r->work(kernels, r->problem, row, r->scratch + worker);
+}
+
 /* Returns 0, or 1 where memory ran out. */
 static int each_row(const Sampling *p, Work work)
 {
-    const SampleKernels *kernels = &kernels_of(p->isa)->sampling;
-    const int threads = p->rows < p->threads ? (int)p->rows : p->threads;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1 && p->rows * p->count >= SHARED) reduction(| : failed)
-    {
-        Scratch s;
-        failed = !allocate(&s, p->count);
-#pragma omp for schedule(dynamic)
-        for (int64_t row = 0; row < p->rows; row++)
-            if (!failed)
-                work(kernels, p, row, &s);
-        if (!failed)
-            free(s.order);
-    }
-    return failed;
+    const int wanted = p->rows * p->count >= SHARED ? (int)least(p->rows, p->threads) : 1;
+    Scratch *scratch = malloc(sizeof *scratch * (size_t)wanted);
+    int threads = 0;
+    while (scratch && threads < wanted && allocate(scratch + threads, p->count))
+        threads++;
+    if (threads) /* as many as there is memory for */
+        share_out(threads, p->rows, work_on_rows, &(Rows){p, work, scratch});
+    for (int i = 0; i < threads; i++)
+        free(scratch[i].order);
+    free(scratch);
+    return !threads;
 }
 
 static void sample(const SampleKernels *kernels, const Sampling *p, int64_t row, Scratch *s)

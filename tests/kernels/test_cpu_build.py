@@ -18,7 +18,20 @@ from compress.kernels.cpu.build import BuildError, built, find_compiler
 compiled = pytest.mark.skipif(build.library() is None, reason="no C compiler on this machine")
 
 
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two files that are built in no time."""
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "isa.h").write_text("int compress_supports(int isa);\n")
+    (folder / "isa.c").write_text('#include "isa.h"\nint compress_supports(int isa) { return isa == 0; }\n')
+    (folder / "more.c").write_text(
+        "static char padding[20000] = {1};\nchar *compress_padding(void) { return padding; }\n"
+    )
+    monkeypatch.setattr(build, "SOURCES", folder)
+
+
 @compiled
+@pytest.mark.usefixtures("sources")
 def test_a_library_is_built_once_and_whole(tmp_path: Path) -> None:
     paths: list[Path] = []
     threads = [
@@ -37,6 +50,7 @@ def test_a_library_is_built_once_and_whole(tmp_path: Path) -> None:
 
 
 @compiled
+@pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("kept", [0, 5000, -1])
 def test_a_library_that_was_cut_short_is_built_again(kept: int, tmp_path: Path) -> None:
     """As after a power failure or a full disk: to load it would end the process (SIGBUS)."""
@@ -49,6 +63,7 @@ def test_a_library_that_was_cut_short_is_built_again(kept: int, tmp_path: Path) 
 
 
 @compiled
+@pytest.mark.usefixtures("sources")
 def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in CC="ccache gcc"; other arguments, another library."""
     plain = find_compiler()
@@ -114,8 +129,8 @@ def test_loading_leaves_subnormal_numbers_alone() -> None:
 
 @compiled
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
-    """Two would each keep a thread for every core."""
+def test_the_kernels_bring_no_openmp_runtime() -> None:
+    """Two in one process would each keep a thread for every core, and some refuse to start (macOS)."""
     code = (
         "from compress.kernels.cpu.build import library\n"
         "import re, pathlib\n"
@@ -124,4 +139,4 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
         "print(len(found), found)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("1 "), done.stdout
+    assert done.stdout.startswith("0 "), done.stdout
