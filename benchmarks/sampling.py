@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported; what `compress` sets for itself
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 PROMPT = 64
 KINDS: dict[str, dict[str, float]] = {

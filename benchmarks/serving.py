@@ -38,7 +38,7 @@ class Worker:
     def start(self) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
         if self.command[1].endswith("engine_worker.py"):  # what `compress` sets for itself; peers keep their defaults
-            environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+            environment |= {"OMP_WAIT_POLICY": "PASSIVE"}
         environment["PYTHONPATH"] = str(PEERS.parents[1]) if self.command[0] == sys.executable else ""
         self.process = subprocess.Popen(
             self.command,

@@ -63,11 +63,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def main() -> None:
-    # Spinning threads stall each other on a shared machine; torch reads this once, when it is imported.
-    # Threads that wait do not spin on a core that others need, but for the microseconds until the next layer: without
-    # those, a layer of a small model waits longer for its threads than it computes.
+    # Torch's spinning threads stall others on a shared machine; it reads this once, when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with one_line_errors():
         _invoke()
