@@ -57,25 +57,21 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
     """Lay the chunks out by size, so that requests with as many new tokens and about as long a past are neighbours."""
     chunks = tuple(sorted(plan.chunks, key=lambda chunk: (chunk.count, chunk.end)))
     ids: list[int] = []
-    pages: list[int] = []  # those that are written, of one chunk after the other
-    shift_N: list[int] = []  # from a page's number in its table to its number in `pages`
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
     for chunk in chunks:
-        first = chunk.start // page_size
-        shift_N.append(len(pages) - first)
-        pages += chunk.request.pages[first : (chunk.end - 1) // page_size + 1]
+        pages, span = chunk.request.pages, range(chunk.start, chunk.end)
         ids += chunk.request.token_ids[chunk.start : chunk.end - len(chunk.drafts)]
         ids += chunk.drafts
-    counts_N = np.array([chunk.count for chunk in chunks], dtype=np.int64)
-    starts_N = np.cumsum(np.concatenate(([0], counts_N)), dtype=np.int64)
-    offsets_N = np.array([chunk.start for chunk in chunks]) - starts_N[:-1]
-    positions_T = np.arange(len(ids)) + np.repeat(offsets_N, counts_N)
-    page_T = np.array(pages, dtype=np.int64)[positions_T // page_size + np.repeat(np.array(shift_N), counts_N)]
-    slots_T = page_T * page_size + positions_T % page_size
+        positions += span
+        slots += [pages[position // page_size] * page_size + position % page_size for position in span]
+        starts.append(len(ids))
     queries = PagedQueries(
         lengths=[chunk.count for chunk in chunks],
         contexts=[chunk.end for chunk in chunks],
         tables=[chunk.request.pages for chunk in chunks],
         page_size=page_size,
     )
-    rows_3T = torch.from_numpy(np.stack((np.array(ids), positions_T, slots_T))).to(device)
-    return Batch(chunks, rows_3T, queries, tuple(starts_N.tolist()))
+    rows_3T = torch.from_numpy(np.array((ids, positions, slots), dtype=np.int64)).to(device)
+    return Batch(chunks, rows_3T, queries, tuple(starts))

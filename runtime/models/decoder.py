@@ -19,16 +19,8 @@ from compress.arch import ModelSpec
 from compress.kernels.attention import AttentionOptions
 from compress.kernels.linear import Linear
 from compress.kernels.operations import Operations
-from compress.kernels.rotary import rotary_tables
+from compress.kernels.rotary import Rotation
 from compress.runtime.models.model import Attend, CacheLayout, Inputs
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The frequencies of some layers, and the factor on cos and sin."""
-
-    inverse_F: torch.Tensor
-    scaling: float
 
 
 class Attention(Protocol):
@@ -117,8 +109,7 @@ class Decoder:
         hidden_TC = F.embedding(ids_T, self.embedding_VC).to(self.dtype)
         if self.embedding_scale is not None:
             hidden_TC = hidden_TC * self.embedding_scale
-        tables = (rotary_tables(r.inverse_F, positions_T, r.scaling, self.dtype) for r in self.rotations)
-        return Inputs(hidden_TC, tuple(tables))
+        return Inputs(hidden_TC, tuple(rotation.tables(positions_T) for rotation in self.rotations))
 
     def hidden(self, inputs: Inputs, attend: Attend) -> torch.Tensor:
         """Hidden states [T, C] before the final norm."""

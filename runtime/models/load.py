@@ -11,9 +11,10 @@ from compress.checkpoint import Checkpoint
 from compress.formats import map_linear
 from compress.kernels.dispatch import prepare_linear, prepare_operations
 from compress.kernels.operations import Operations
+from compress.kernels.rotary import Rotation
 from compress.rope import Rope, attention_scaling, inverse_frequencies
 from compress.runtime.models.attention import load_grouped_attention
-from compress.runtime.models.decoder import Block, Decoder, Rotation
+from compress.runtime.models.decoder import Block, Decoder
 from compress.runtime.models.mla import load_latent_attention
 from compress.runtime.models.mlp import load_mlp
 from compress.runtime.models.moe import load_mixture
@@ -34,7 +35,7 @@ def load_model(
     rotated_dim = spec.head_dim if spec.latent is None else spec.latent.rotated_dim
 
     def rotation(rope: Rope) -> Rotation:
-        return Rotation(inverse_frequencies(rope, rotated_dim).to(device), attention_scaling(rope))
+        return Rotation(inverse_frequencies(rope, rotated_dim).to(device), attention_scaling(rope), dtype)
 
     return Decoder(
         spec=spec,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from compress.kernels.rotary import rotary_tables, rotate
+from compress.kernels.rotary import Rotation, rotary_tables, rotate
 
 
 def rows(head_dim: int) -> torch.Tensor:
@@ -55,3 +55,16 @@ def test_position_zero_scales_alone() -> None:
 def test_no_rows() -> None:
     empty = torch.empty(0, 4)
     assert rotate(torch.empty(0, 3, 8), empty, empty, interleaved=True).shape == (0, 3, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_that_grows_gives_the_same_angles(dtype: torch.dtype) -> None:
+    inverse_F = 10000.0 ** -(torch.arange(8) / 8)
+    rotation = Rotation(inverse_F, 1.25, dtype)
+    for positions in ([0], [1023, 5], [1024], [3, 3], [70_000, 1], []):
+        positions_T = torch.tensor(positions, dtype=torch.int64)
+        for ours, expected in zip(
+            rotation.tables(positions_T), rotary_tables(inverse_F, positions_T, 1.25, dtype), strict=True
+        ):
+            assert torch.equal(ours, expected)
+            assert ours.is_contiguous()
