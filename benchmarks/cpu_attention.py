@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels.attention import AttentionOptions, PagedAttention, PagedQueries
+from compress.kernels.attention import PagedAttention
 from compress.kernels.cpu.attention import CompiledAttention
 from compress.kernels.cpu.isa import supported
 from compress.kernels.kv import Pages
+from compress.kernels.queries import AttentionOptions, PagedQueries
 
 PAGE_SIZE = 16
 

@@ -14,11 +14,11 @@ from benchmarks.gpu_clock import Bench, Roofline, Timing
 from benchmarks.gpu_linear import cell, describe
 from benchmarks.gpu_paged import count_slots, random_queries
 from benchmarks.gpu_tables import Column, Deadline, Section
-from compress.kernels.attention import AttentionOptions
 from compress.kernels.attention_triton import PagedAttentionTriton
 from compress.kernels.kv import Pages
 from compress.kernels.mla import LatentPages
 from compress.kernels.mla_triton import PagedLatentAttentionTriton
+from compress.kernels.queries import AttentionOptions
 
 MEMORY_SHARE = 0.2  # of the free memory, for the keys and values of one figure
 CONTEXTS = (1024, 8192, 32768, 131072)

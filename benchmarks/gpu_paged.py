@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.attention_triton import PagedAttentionTriton
 from compress.kernels.kv import LIMITS, Pages, dequantize, dynamic_scales, quantize
 from compress.kernels.mla import LatentPages
 from compress.kernels.mla_triton import PagedLatentAttentionTriton
+from compress.kernels.queries import AttentionOptions, PagedQueries
 
 PAGE = 16
 

@@ -15,10 +15,10 @@ import torch
 from benchmarks.gpu_clock import Bench
 from benchmarks.gpu_inputs import Check, Inputs
 from benchmarks.gpu_paged import count_slots, fill_pages, random_queries
-from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.attention_triton import PagedAttentionTriton
 from compress.kernels.mla import LatentPages
 from compress.kernels.mla_triton import PagedLatentAttentionTriton
+from compress.kernels.queries import AttentionOptions, Capacity, PagedQueries
 from compress.runtime.cuda_graphs import CudaCapture
 
 Plan = Any  # of either kind of attention

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compress.kernels.attention import Capacity, PagedQueries
 from compress.kernels.attention_work import SHORT, Cut, PageTables, Room, plan_work, room_for, table_padding
+from compress.kernels.queries import Capacity, PagedQueries
 
 ALIGNMENT = 64  # numbers: Triton compiles a kernel anew for a pointer that is aligned otherwise
 

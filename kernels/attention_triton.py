@@ -10,12 +10,12 @@ import math
 import torch
 import triton
 
-from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.attention_kernel_triton import attend_kernel, reduce_kernel
 from compress.kernels.attention_plan import DeviceWork, Partials, StepPlan
 from compress.kernels.attention_work import REDUCED, Cut, Tile
 from compress.kernels.kv import Pages
 from compress.kernels.launch import Launch, Target, run, strides, target_of, unit_stride
+from compress.kernels.queries import AttentionOptions, Capacity, PagedQueries
 
 LOG2E = math.log2(math.e)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compress.kernels.attention import Capacity, PagedQueries, count_pages
+from compress.kernels.queries import Capacity, PagedQueries, count_pages
 
 SHORT = 8  # new tokens of a request that is decoded or verified: few rows, so its keys are split among programs
 SPLIT_LENGTHS = np.array([SHORT, 128])  # up to so many new tokens ...

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels.attention import Capacity, PagedQueries, Span, gather, join_rows, plan_spans
+from compress.kernels.attention import Span, gather, join_rows, plan_spans
 from compress.kernels.kv import Pages
+from compress.kernels.queries import Capacity, PagedQueries
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels.attention import Capacity, PagedQueries
 from compress.kernels.attention_kernel_triton import add_tile, divide_sums, load_page_ids
 from compress.kernels.attention_plan import DeviceWork, Partials, StepPlan
 from compress.kernels.attention_triton import LOG2E, plan_reduction
@@ -22,6 +21,7 @@ from compress.kernels.attention_work import Cut, Tile
 from compress.kernels.cpu.program import NotRecordable
 from compress.kernels.launch import Launch, Target, run, strides, target_of, unit_stride
 from compress.kernels.mla import LatentPages, PagedLatentAttention
+from compress.kernels.queries import Capacity, PagedQueries
 
 
 @triton.jit

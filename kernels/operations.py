@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.kv import Pages
 from compress.kernels.mla import LatentPages
+from compress.kernels.queries import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.sampling import Rules, TopLogprobs
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compress.kernels.attention import PagedQueries
+from compress.kernels.queries import PagedQueries
 from compress.runtime.plan import Chunk, StepPlan
 
 

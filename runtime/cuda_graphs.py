@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels.attention import Capacity, count_pages
 from compress.kernels.operations import Attention, LatentAttention
+from compress.kernels.queries import Capacity, count_pages
 from compress.runtime.batch import Batch
 from compress.runtime.cache import PagedCache
 from compress.runtime.models.attend import paged_attend, plan_attention

@@ -15,11 +15,12 @@ from itertools import chain
 import numpy as np
 import torch
 
-from compress.kernels.attention import AttentionOptions, Capacity, PagedAttention, PagedQueries
+from compress.kernels.attention import PagedAttention
 from compress.kernels.cpu.call import ATTENTION, Call, empty, head, pointer, run
 from compress.kernels.cpu.isa import Isa
 from compress.kernels.cpu.pages import CompiledPages, page_record, readable
 from compress.kernels.kv import Pages
+from compress.kernels.queries import AttentionOptions, Capacity, PagedQueries
 
 MAX_DIM = 576
 LANES = 16

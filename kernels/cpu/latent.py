@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.cpu.attention import LANES, MAX_DIM, CompiledAttention
 from compress.kernels.cpu.isa import Isa
 from compress.kernels.kv import Pages
 from compress.kernels.mla import LatentPages, PagedLatentAttention
+from compress.kernels.queries import AttentionOptions, Capacity, PagedQueries
 
 
 class CompiledLatentAttention:

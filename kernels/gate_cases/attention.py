@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.attention_plan import PackedWork
 from compress.kernels.attention_triton import choose_tile, plan_attention, plan_reduction
 from compress.kernels.attention_work import SHORT, Cut
@@ -16,6 +15,7 @@ from compress.kernels.kv_triton import plan_copy_pages, plan_store
 from compress.kernels.launch import TARGETS, Launch, Target
 from compress.kernels.mla import LatentPages
 from compress.kernels.mla_triton import choose_latent_tile, plan_latent_attention
+from compress.kernels.queries import AttentionOptions, PagedQueries
 
 META = torch.device("meta")
 PAGES, CONTEXT = 4096, 3000  # six splits

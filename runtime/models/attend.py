@@ -9,10 +9,11 @@ from typing import cast
 
 import torch
 
-from compress.kernels.attention import Capacity, FullAttention, PagedQueries
+from compress.kernels.attention import FullAttention
 from compress.kernels.kv import KVCache
 from compress.kernels.mla import LatentPages
 from compress.kernels.operations import Attention, LatentAttention
+from compress.kernels.queries import Capacity, PagedQueries
 from compress.runtime.models.model import Attend, Model
 
 

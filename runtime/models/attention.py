@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from compress.arch import ModelSpec, block_prefix
-from compress.kernels.attention import AttentionOptions
 from compress.kernels.linear import Linear
 from compress.kernels.operations import Operations
+from compress.kernels.queries import AttentionOptions
 from compress.runtime.models.model import Attend, CacheLayout
 from compress.runtime.models.weights import Weights
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from compress.arch import ModelSpec
-from compress.kernels.attention import AttentionOptions
 from compress.kernels.linear import Linear
 from compress.kernels.operations import Operations
+from compress.kernels.queries import AttentionOptions
 from compress.kernels.rotary import Rotation
 from compress.runtime.models.model import Attend, CacheLayout, Inputs
 

@@ -14,10 +14,10 @@ import torch
 
 from compress.arch import Latent, ModelSpec, block_prefix
 from compress.formats import map_linear
-from compress.kernels.attention import AttentionOptions
 from compress.kernels.dispatch import dense
 from compress.kernels.linear import Linear
 from compress.kernels.operations import Operations
+from compress.kernels.queries import AttentionOptions
 from compress.runtime.models.model import Attend, CacheLayout
 from compress.runtime.models.weights import Weights
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from compress.arch import ModelSpec
-from compress.kernels.attention import AttentionOptions
 from compress.kernels.operations import Operations
+from compress.kernels.queries import AttentionOptions
 
 
 class Attend(Protocol):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels.attention import PagedQueries
 from compress.kernels.mla import LatentPages, store_latents
+from compress.kernels.queries import PagedQueries
 
 
 @dataclass(frozen=True)

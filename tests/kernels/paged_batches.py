@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.kv import LIMITS, KVCache, Pages, dequantize, store
+from compress.kernels.queries import AttentionOptions, PagedQueries
 
 
 @dataclass(frozen=True)

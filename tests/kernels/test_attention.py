@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.kernels.attention import AttentionOptions, FullAttention, PagedAttention, PagedQueries, plan_spans
+from compress.kernels.attention import FullAttention, PagedAttention, plan_spans
 from compress.kernels.kv import KVCache, copy_pages, store
+from compress.kernels.queries import AttentionOptions, PagedQueries
 from tests.kernels.paged_batches import expected, make_batch
 
 CPU = torch.device("cpu")

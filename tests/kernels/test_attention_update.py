@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from compress.kernels.attention import AttentionOptions, Capacity, PagedAttention, PagedQueries
+from compress.kernels.attention import PagedAttention
 from compress.kernels.cpu.attention import CompiledAttention
 from compress.kernels.cpu.isa import supported
 from compress.kernels.cpu.latent import CompiledLatentAttention
 from compress.kernels.mla import PagedLatentAttention
+from compress.kernels.queries import AttentionOptions, Capacity, PagedQueries
 from tests.kernels.latent_batches import latent_batch
 from tests.kernels.paged_batches import make_batch
 

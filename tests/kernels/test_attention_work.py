@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.kernels.attention import Capacity, PagedQueries
 from compress.kernels.attention_work import REDUCED, SHORT, Cut, PageTables, Work, plan_work, room_for
+from compress.kernels.queries import Capacity, PagedQueries
 
 
 def make_queries(requests: list[tuple[int, int]], page_size: int) -> PagedQueries:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.kernels import kv
-from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.cpu.attention import CompiledAttention
 from compress.kernels.cpu.isa import ISAS as KNOWN
 from compress.kernels.cpu.isa import supported
 from compress.kernels.kv import Pages
+from compress.kernels.queries import AttentionOptions, PagedQueries
 
 pytestmark = pytest.mark.skipif(not supported(), reason="no C compiler on this machine")
 ISAS = supported()

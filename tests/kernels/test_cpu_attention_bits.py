@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from compress.kernels import kv
-from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.cpu.attention import CompiledAttention
 from compress.kernels.cpu.isa import Isa, supported
 from compress.kernels.kv import Pages
+from compress.kernels.queries import AttentionOptions, PagedQueries
 from tests.kernels.test_cpu_attention import OPTIONS, Case, expected, make
 
 pytestmark = pytest.mark.skipif(not supported(), reason="no C compiler on this machine")

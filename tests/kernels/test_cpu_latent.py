@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.kernels.attention import PagedQueries
 from compress.kernels.cpu.isa import supported
 from compress.kernels.cpu.latent import CompiledLatentAttention
 from compress.kernels.mla import LatentPages, PagedLatentAttention
+from compress.kernels.queries import PagedQueries
 from tests.kernels.latent_batches import LatentBatch, expected, latent_batch
 
 REQUESTS = [(1, 1), (1, 37), (20, 20), (4, 40), (24, 60), (0, 5)]

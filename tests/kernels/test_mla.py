@@ -7,9 +7,9 @@ import torch
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from compress.kernels.attention import PagedQueries
 from compress.kernels.kv import copy_pages
 from compress.kernels.mla import LatentCache, LatentPages, PagedLatentAttention, store_latents
+from compress.kernels.queries import PagedQueries
 from tests.kernels.latent_batches import expected, latent_batch
 
 BATCHES = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from compress.kernels.attention import Capacity
 from compress.kernels.cpu.build import library
 from compress.kernels.dispatch import force
+from compress.kernels.queries import Capacity
 from compress.runtime import graphs
 from compress.runtime.cuda_graphs import Captured, CudaRecorder
 from compress.runtime.engine import Completion, Engine, SamplingParams

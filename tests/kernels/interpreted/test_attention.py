@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compress.kernels.attention import AttentionOptions, PagedQueries
 from compress.kernels.attention_plan import PackedWork
 from compress.kernels.attention_triton import PagedAttentionTriton, choose_tile, plan_attention
 from compress.kernels.attention_work import SHORT, Cut
 from compress.kernels.kv import Pages, static_scales
 from compress.kernels.launch import Target, run
+from compress.kernels.queries import AttentionOptions, PagedQueries
 from tests.kernels.paged_batches import PagedBatch, expected, make_batch
 
 CPU = torch.device("cpu")

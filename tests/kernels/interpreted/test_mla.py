@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.kernels.attention import PagedQueries
 from compress.kernels.attention_plan import PackedWork
 from compress.kernels.attention_work import Cut
 from compress.kernels.launch import Target, run
 from compress.kernels.mla import LatentPages
 from compress.kernels.mla_triton import PagedLatentAttentionTriton, choose_latent_tile, plan_latent_attention
+from compress.kernels.queries import PagedQueries
 from tests.kernels.latent_batches import LatentBatch, expected, latent_batch
 
 CPU = torch.device("cpu")

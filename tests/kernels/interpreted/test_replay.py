@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from compress.kernels import attention_triton, mla_triton
-from compress.kernels.attention import AttentionOptions, Capacity, PagedQueries
 from compress.kernels.attention_triton import PagedAttentionTriton
 from compress.kernels.cpu.program import NotRecordable
 from compress.kernels.launch import Launch, run
 from compress.kernels.mla_triton import PagedLatentAttentionTriton
+from compress.kernels.queries import AttentionOptions, Capacity, PagedQueries
 from tests.kernels.latent_batches import latent_batch
 from tests.kernels.paged_batches import make_batch
 

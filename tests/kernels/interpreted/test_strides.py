@@ -12,13 +12,13 @@ import torch
 
 from compress.kernels import activation_triton, kv_triton, logprob_triton, norm, norm_triton, rotary_triton
 from compress.kernels import token_quant_triton as quant_triton
-from compress.kernels.attention import AttentionOptions
 from compress.kernels.attention_triton import PagedAttentionTriton
 from compress.kernels.kv import LIMITS, KVCache
 from compress.kernels.matmul_triton import prepare_matmul
 from compress.kernels.mla_triton import PagedLatentAttentionTriton
 from compress.kernels.narrow_matmul import NarrowWeight
 from compress.kernels.narrow_matmul_triton import W8A8Triton
+from compress.kernels.queries import AttentionOptions
 from tests.kernels.interpreted.quantized_weights import packed_weight
 from tests.kernels.latent_batches import latent_batch
 from tests.kernels.paged_batches import make_batch
