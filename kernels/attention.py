@@ -34,6 +34,7 @@ class Span:
     causal: bool  # the new tokens are the whole sequence, so the mask is the triangle
     folded: bool  # the G query heads of a KV head are rows of one product: R = L·G, else R = L
     mask_N1RS: torch.Tensor | None  # 0 where visible, else -inf; None where all is
+    unseen_NS: torch.Tensor | None  # keys that none of the queries sees; None where all are seen
 
 
 class PagedAttention:
@@ -115,9 +116,11 @@ def _plan_span(
     keys = max(context - first_key for context, first_key in zip(contexts, first_keys, strict=True))
     causal = length > 1 and all(context == length for context in contexts) and (window is None or window >= length)
     folded = length <= FOLDED_ROWS and not causal
-    mask = None
+    mask = unseen_NS = None
     if not causal and not _sees_all(contexts, first_keys, length, keys, window):
         visible_NLS = _visible(contexts, first_keys, length, keys, window, device)
+        unseen_NS = ~visible_NLS.any(dim=1)
+        unseen_NS = unseen_NS if bool(unseen_NS.any()) else None
         # additive, once for all layers: a boolean mask would be turned into this one in each
         mask = torch.zeros(visible_NLS.shape, dtype=dtype, device=device).masked_fill_(~visible_NLS, -torch.inf)
         mask = mask.repeat_interleave(group if folded else 1, dim=1)[:, None]
@@ -130,6 +133,7 @@ def _plan_span(
         causal=causal,
         folded=folded,
         mask_N1RS=mask,
+        unseen_NS=unseen_NS,
     )
 
 
@@ -138,7 +142,7 @@ def _page_index(tables: Sequence[Sequence[int]], device: torch.device) -> slice 
     if len(tables) == 1 and pages[-1] - pages[0] == len(pages) - 1 and list(pages) == sorted(pages):
         return slice(pages[0], pages[-1] + 1)
     width = max(len(table) for table in tables)
-    # page 0 pads: it exists, and the mask hides what it holds
+    # page 0 pads: it exists, and none of its keys is seen
     flat = [page for table in tables for page in [*table, *[0] * (width - len(table))]]
     return torch.tensor(flat, device=device)
 
@@ -166,9 +170,16 @@ def _visible(
 
 
 def gather(cache_PSX: torch.Tensor, span: Span) -> torch.Tensor:
-    """[N, S, ...]: a view where the pages are consecutive, else a copy."""
+    """[N, S, ...]: a view where the pages are consecutive and all seen, else a copy.
+
+    Zeros where no query sees the key: another request's numbers may lie there, and a weight of 0 does not hide a NaN.
+    """
     pages = cache_PSX[span.pages] if isinstance(span.pages, slice) else cache_PSX.index_select(0, span.pages)
-    return pages.reshape(span.requests, -1, *cache_PSX.shape[2:])[:, : span.keys]
+    x_NSX = pages.reshape(span.requests, -1, *cache_PSX.shape[2:])[:, : span.keys]
+    if span.unseen_NS is None:
+        return x_NSX
+    unseen = span.unseen_NS.view(*span.unseen_NS.shape, *[1] * (x_NSX.dim() - 2))
+    return torch.where(unseen, torch.zeros((), dtype=x_NSX.dtype, device=x_NSX.device), x_NSX)
 
 
 def _gather_heads(

@@ -178,7 +178,9 @@ def attend_kernel(
         next_ids = load_page_ids(table, key + KEYS, columns, PAGE_BITS, KEYS)
         page = ids.to(tl.int64)
         slot = (key + columns) & ((1 << PAGE_BITS) - 1)
-        written = key + columns < end_key  # a slot that nobody wrote may hold NaN
+        written = key + columns < end_key  # a slot that nobody wrote, or another request's, may hold NaN
+        if WINDOWED:
+            written &= key + columns > first_position - window
         mask = written[:, None] & (dims < HEAD_DIM)[None, :]
         k = load_codes(keys + (page * key_p + slot * key_s)[:, None] + dims[None, :], mask, dtype)
         if KEY_SCALED and dtype != tl.float32:

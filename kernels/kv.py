@@ -102,7 +102,7 @@ def _store(
     x_TKD: torch.Tensor, pages_PSKD: torch.Tensor, scales_PSK: torch.Tensor | None, slots_T: torch.Tensor
 ) -> None:
     if scales_PSK is None:
-        pages_PSKD.flatten(0, 1).index_copy_(0, slots_T, x_TKD.to(pages_PSKD.dtype))
+        pages_PSKD.flatten(0, 1).index_copy_(0, slots_T, narrowed(x_TKD, pages_PSKD.dtype))
         return
     if is_static(scales_PSK):
         scale_TK = scales_PSK[0, 0].expand(len(x_TKD), -1)
@@ -112,6 +112,14 @@ def _store(
     codes_TKD = quantize(x_TKD, scale_TK, pages_PSKD.dtype)
     # as bytes: torch cannot index_copy_ float8 on a CPU
     pages_PSKD.view(torch.uint8).flatten(0, 1).index_copy_(0, slots_T, codes_TKD.view(torch.uint8))
+
+
+def narrowed(x_TKD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Finite numbers beyond a float16's largest become the largest: an infinity would be a NaN in later answers."""
+    if dtype == torch.float16 and x_TKD.dtype != torch.float16:
+        largest = torch.finfo(torch.float16).max
+        x_TKD = torch.where(x_TKD.isfinite(), x_TKD.clamp(-largest, largest), x_TKD)
+    return x_TKD.to(dtype)
 
 
 class Cache(Protocol):

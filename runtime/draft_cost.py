@@ -32,6 +32,7 @@ class DraftCost:
     squares: float = 0.0
     products: float = 0.0
     drafting: float = 0.0  # d
+    drafts: int = 0  # calls that it was measured in
     slope: tuple[float, float] | None = None  # a and b, as last known
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -54,7 +55,8 @@ class DraftCost:
     def observe_drafting(self, longest: int, seconds: float) -> None:
         """Drafts of up to so many tokens were proposed."""
         if longest:
-            self.drafting += self.weight * (seconds / longest - self.drafting)
+            self.drafts += 1
+            self.drafting += max(self.weight, 1 / self.drafts) * (seconds / longest - self.drafting)
 
     def of(self, requests: int) -> float:
         """Cost of one more draft token for each of N requests, in steps without drafts."""

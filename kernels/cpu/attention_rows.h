@@ -18,15 +18,19 @@ typedef struct {
     float wide[KEYS * MAX_DIM]; /* narrow pages, widened */
 } Work;
 
-/* Addresses of the keys or values of a tile; rows of zeros past the last visible key. */
+static const float zeros[MAX_DIM];
+
+/* Addresses of the keys or values of a tile; rows of zeros where no query sees the key. Nothing else may be read: what
+ * lies there is another request's, and 0 times a number that is not finite is not 0. */
 static void tile_rows(const AttentionProblem *p, const Cache *cache, const QueryBlock *block, int64_t tile,
                       int64_t kv_head, const uint8_t **rows)
 {
     static const int sizes[] = {4, 2, 2, 1, 1};
-    static const float zeros[MAX_DIM];
     const int64_t first = (block->first_tile + tile) * KEYS, count = least(KEYS, block->stop - first);
     const int64_t bytes = sizes[cache->type];
     const int32_t *page = p->batch->pages + block->request->table + first / p->page_size;
+    const int64_t position = block->request->context - block->request->length + block->first_token;
+    const int64_t hidden = p->window ? position - p->window + 1 - first : 0; /* keys before the first row's window */
     int64_t slot = first % p->page_size, j = 0;
     for (; j < count; page++, slot = 0) {
         const int64_t at = *page * cache->page + slot * cache->slot + kv_head * cache->head;
@@ -35,6 +39,8 @@ static void tile_rows(const AttentionProblem *p, const Cache *cache, const Query
             rows[j++] = row;
     }
     for (; j < KEYS; j++)
+        rows[j] = (const uint8_t *)zeros;
+    for (j = 0; j < hidden; j++)
         rows[j] = (const uint8_t *)zeros;
 }
 
@@ -62,7 +68,7 @@ static const uint8_t *const *widen(const AttentionProblem *p, const Cache *cache
         float *wide = work->wide + j * p->dim;
         __builtin_prefetch(next[j], 0, 2);
         __builtin_prefetch(next[j] + 64, 0, 2);
-        if (cache->scales) {
+        if (cache->scales && rows[j] != (const uint8_t *)zeros) {
             const int64_t page = pages[(first + j) / p->page_size], slot = (first + j) % p->page_size;
             const vf scale = vf_set1(cache->scales[page * cache->scale_page + slot * cache->scale_slot +
                                                    kv_head * cache->scale_head]);

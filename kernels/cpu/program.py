@@ -11,6 +11,7 @@ import ctypes
 import math
 import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,7 @@ class Arena:
     def __init__(self) -> None:
         self._blocks: list[np.ndarray] = []
         self._free: list[tuple[int, int]] = []  # bytes and index of blocks, smallest first
+        self._returned: deque[int] = deque()  # blocks that are free since: a collection may add some at any moment
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,9 @@ class Arena:
 
     def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         size = 4 * math.prod(shape)
+        while self._returned:
+            index = self._returned.popleft()
+            insort(self._free, (self._blocks[index].nbytes, index))
         at = next((i for i, (held, _) in enumerate(self._free) if held >= size), None)
         if at is None:
             index = len(self._blocks)
@@ -81,7 +86,7 @@ class Arena:
             index = self._free.pop(at)[1]
         numbers = self._blocks[index][:size].view(np.float32).reshape(shape)
         # torch holds this array for as long as a tensor, or a view of one, lies in it
-        weakref.finalize(numbers, insort, self._free, (self._blocks[index].nbytes, index))
+        weakref.finalize(numbers, self._returned.append, index)
         return torch.from_numpy(numbers)
 
 

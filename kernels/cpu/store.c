@@ -23,11 +23,14 @@ static uint16_t to_bf16(float x)
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* A finite number beyond the largest becomes the largest. */
 static uint16_t to_f16(float x)
 {
     const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-    if (size >= 0x47800000) /* 2^16 and more, infinity, NaN */
+    if (size >= 0x7f800000) /* infinity, NaN */
         return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00));
+    if (size >= 0x477fe000) /* 65504 and more */
+        return (uint16_t)(sign | 0x7bff);
     if (size < 0x38800000) /* below 2^-14: a multiple of 2^-24, which is the last place of 0.5 */
         return (uint16_t)(sign | (bits_of(fabsf(x) + 0.5f) - bits_of(0.5f)));
     return (uint16_t)(sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13));

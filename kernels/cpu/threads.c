@@ -29,11 +29,16 @@ static _Atomic int64_t job_count;
 static _Atomic int job_threads;
 static _Alignas(64) _Atomic int64_t done;
 static _Alignas(64) _Atomic uint32_t job_number;
-static _Atomic int sleeping;
 
+typedef struct {
+    _Alignas(64) _Atomic int asleep;
+    pthread_cond_t morning;
+    uint32_t seen; /* the last job before it was started */
+} Worker;
+
+static Worker workers[MAX_THREADS];
 static pthread_mutex_t caller = PTHREAD_MUTEX_INITIALIZER; /* held while a job runs: there is one at a time */
 static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t morning = PTHREAD_COND_INITIALIZER;
 static int started;
 
 static inline void pause_briefly(void)
@@ -82,45 +87,49 @@ static void work(int worker, uint32_t number)
     }
 }
 
-static uint32_t wait_for_job(uint32_t seen)
+/* A job after `seen` that has a place for this thread. One that the last job had none for sleeps at once. */
+static uint32_t wait_for_job(int index, uint32_t seen)
 {
     const int64_t end = now() + PATIENCE;
-    do {
+    while (index < job_threads && now() < end)
         for (int i = 0; i < 32; i++) {
             const uint32_t number = job_number;
             if (number != seen)
                 return number;
             pause_briefly();
         }
-    } while (now() < end);
+    Worker *self = workers + index;
     pthread_mutex_lock(&bed);
-    sleeping++;
-    while (job_number == seen)
-        pthread_cond_wait(&morning, &bed);
-    sleeping--;
+    self->asleep = 1;
+    while (job_number == seen || index >= job_threads)
+        pthread_cond_wait(&self->morning, &bed);
+    self->asleep = 0;
     pthread_mutex_unlock(&bed);
     return job_number;
 }
 
-static void *run_worker(void *worker)
+static void *run_worker(void *argument)
 {
-    for (uint32_t seen = 0;;) {
-        seen = wait_for_job(seen);
-        if ((int)(intptr_t)worker < job_threads)
-            work((int)(intptr_t)worker, seen);
+    const int index = (int)((Worker *)argument - workers);
+    for (uint32_t seen = workers[index].seen;;) {
+        seen = wait_for_job(index, seen);
+        if (index < job_threads)
+            work(index, seen);
     }
     return 0;
 }
 
-/* A forked child has this thread alone. */
+/* A forked child has this thread alone. A job that ran when it was forked is its parent's. */
 static void forget_workers(void)
 {
     static const pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-    static const pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
     caller = bed = mutex;
-    morning = condition;
     started = 0;
-    sleeping = 0;
+    job_threads = 0;
+    for (int i = 0; i < MAX_THREADS; i++) {
+        stretches[i].ticket = UINT32_MAX;
+        workers[i].asleep = 0;
+    }
 }
 
 static void start_workers(int threads)
@@ -134,7 +143,11 @@ static void start_workers(int threads)
     sigfillset(&all); /* signals are for the program's own threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (pthread_t thread; started + 1 < threads; started++) {
-        if (pthread_create(&thread, 0, run_worker, (void *)(intptr_t)(started + 1)))
+        static const pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
+        Worker *worker = workers + started + 1;
+        worker->morning = condition;
+        worker->seen = job_number;
+        if (pthread_create(&thread, 0, run_worker, worker))
             break; /* fewer threads then */
         pthread_detach(thread);
     }
@@ -155,11 +168,12 @@ static void publish(int threads, int64_t count, Body body, const void *context)
     for (int i = 0; i < threads; i++)
         stretches[i].ticket = (uint64_t)number << 32 | (uint64_t)(count * i / threads);
     job_number = number;
-    if (sleeping) {
-        pthread_mutex_lock(&bed);
-        pthread_cond_broadcast(&morning);
-        pthread_mutex_unlock(&bed);
-    }
+    for (int i = 1; i < threads; i++)
+        if (workers[i].asleep) {
+            pthread_mutex_lock(&bed);
+            pthread_cond_signal(&workers[i].morning);
+            pthread_mutex_unlock(&bed);
+        }
 }
 
 void share_out(int threads, int64_t count, Body body, const void *context)

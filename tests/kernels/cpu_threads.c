@@ -1,6 +1,7 @@
 /* Many small jobs on several threads: each item is worked on exactly once, before share_out comes back. */
 #include "threads.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,6 +46,23 @@ static void run_jobs(int jobs)
     }
 }
 
+static _Atomic int stop, parents;
+
+static void count_calls(const void *context, int worker, int64_t first, int64_t last)
+{
+    (void)context, (void)worker, (void)first, (void)last;
+    parents++;
+    for (volatile int spin = 0; spin < 2000; spin++)
+        ;
+}
+
+static void *work_on(void *nothing)
+{
+    while (!stop)
+        share_out(4, 64, count_calls, 0);
+    return nothing;
+}
+
 int main(int count, char **values)
 {
     const int jobs = count > 1 ? atoi(values[1]) : 1000;
@@ -57,14 +75,23 @@ int main(int count, char **values)
     }
     printf("%s\n", helped ? "others helped" : "nobody helped");
 #ifndef __SANITIZE_THREAD__ /* which starts no thread in a child */
-    const pid_t child = fork(); /* its threads are started anew */
-    if (child == 0) {
-        run_jobs(jobs / 10);
-        _exit(0);
+    pthread_t other;
+    pthread_create(&other, 0, work_on, 0);
+    int failed = 0;
+    for (int children = 0; children < 200; children++) { /* forked in the middle of the other thread's jobs */
+        const pid_t child = fork();
+        if (child == 0) {
+            parents = 0;
+            run_jobs(20);
+            _exit(parents != 0); /* a job of its parent's */
+        }
+        int status;
+        waitpid(child, &status, 0);
+        failed += status != 0;
     }
-    int status;
-    waitpid(child, &status, 0);
-    printf("child %d\n", status);
+    stop = 1;
+    pthread_join(other, 0);
+    printf("children failed: %d\n", failed);
 #endif
     return 0;
 }
