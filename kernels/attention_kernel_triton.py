@@ -173,14 +173,19 @@ def attend_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIMS), tl.float32)
+    if WINDOWED:
+        oldest = tl.maximum(first_position - window + 1, 0)
+        seen = (end_key - oldest).to(tl.uint32, bitcast=True)
     ids = load_page_ids(table, first_key, columns, PAGE_BITS, KEYS)
     for key in range(first_key, end_key, KEYS):
         next_ids = load_page_ids(table, key + KEYS, columns, PAGE_BITS, KEYS)
         page = ids.to(tl.int64)
         slot = (key + columns) & ((1 << PAGE_BITS) - 1)
-        written = key + columns < end_key  # a slot that nobody wrote, or another request's, may hold NaN
-        if WINDOWED:
-            written &= key + columns > first_position - window
+        # a slot that nobody wrote, or another request's, may hold NaN
+        if WINDOWED:  # from `oldest` on: below it the difference is a large number
+            written = (key - oldest + columns).to(tl.uint32, bitcast=True) < seen
+        else:
+            written = key + columns < end_key
         mask = written[:, None] & (dims < HEAD_DIM)[None, :]
         k = load_codes(keys + (page * key_p + slot * key_s)[:, None] + dims[None, :], mask, dtype)
         if KEY_SCALED and dtype != tl.float32:
