@@ -175,6 +175,21 @@ def test_rows_of_no_request_are_left_as_they_are() -> None:
     assert out[13:].isnan().all()
 
 
+def test_dropped_pages_are_not_read() -> None:
+    """Entries of pages before the window are 0: page 0, another request's, holds NaN here."""
+    options = AttentionOptions(window=20)
+    batch = make_batch(MIXED, 16, 4, 2, 32, torch.float32)
+    kept = [
+        [page if (16 * i + 15) > context - length - 20 else 0 for i, page in enumerate(table)]
+        for length, context, table in zip(
+            batch.queries.lengths, batch.queries.contexts, batch.queries.tables, strict=True
+        )
+    ]
+    assert any(0 in table for table in kept)
+    dropped = PagedBatch(batch.q_THD, batch.pages, dataclasses.replace(batch.queries, tables=kept))
+    assert torch.equal(attend(dropped, options), attend(batch, options))
+
+
 def test_strided_queries_and_pages() -> None:
     """Queries are a slice of a wider product, keys and values two halves of one tensor."""
     batch = make_batch([(1, 37), (9, 33)], 16, 4, 2, 32, torch.float32)
