@@ -16,16 +16,17 @@ INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. Raises UserError saying what is there instead."""
+def read_config(path: Path, option: str | None = None) -> dict[str, Any]:
+    """config.json of a checkpoint directory. Raises UserError saying what is there, naming the option that gave it."""
+    where = f"{option} {path}" if option else f"{path}"
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such directory{nearest(path.name, siblings)}")
+        raise UserError(f"{where}: no such directory{nearest(path.name, siblings)}")
     if not path.is_dir():
-        raise UserError(f"{path}: a file; a checkpoint is a directory with config.json and *.safetensors")
+        raise UserError(f"{where}: a file; a checkpoint is a directory with config.json and *.safetensors")
     file = path / "config.json"
     if not file.is_file():
-        raise UserError(f"{path}: no config.json, so not a checkpoint; the directory holds {_listing(path)}")
+        raise UserError(f"{where}: no config.json, so not a checkpoint; the directory holds {_listing(path)}")
     return read_object(file)
 
 

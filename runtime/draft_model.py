@@ -147,8 +147,8 @@ def _draw(
     return operations.pick_tokens(probs_NV, [draw.uniform(1) for draw in draws]).tolist(), probs_NV
 
 
-def check_tokenizers(target: Any, draft: Any) -> None:
-    """Raises UserError unless no id means one token to the model and another to its draft model.
+def check_tokenizers(target: Any, draft: Any, field: str = "draft") -> None:
+    """Raises UserError unless no id means one token to the model and another to its draft model, or its baseline.
 
     Ids that only one of them names are padding or added tokens to the other: they cost drafts, not correctness.
     Either tokenizer may be transformers' or a `tokenizers.Tokenizer`.
@@ -159,5 +159,5 @@ def check_tokenizers(target: Any, draft: Any) -> None:
     if differing or not names.keys() & others.keys():
         first = f"; id {differing[0]} is {others[differing[0]]!r}, not {names[differing[0]]!r}" if differing else ""
         raise UserError(
-            f"draft: its tokenizer is not the model's: {len(differing)} of {len(names)} token ids differ{first}"
+            f"{field}: its tokenizer is not the model's: {len(differing)} of {len(names)} token ids differ{first}"
         )

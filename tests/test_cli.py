@@ -272,6 +272,45 @@ def test_eval_alone_and_against_a_baseline(tmp_path: Path, result: Path) -> None
     assert "--window 4096: the model has 512 positions" in one_line(err)
 
 
+def retold(directory: Path, order: list[int], **settings: int) -> Path:
+    """A tiny model whose tokenizer has the single-byte tokens at the ids of `order`."""
+    model = tiny_model(directory, **settings)
+    file = model / "tokenizer.json"
+    told = json.loads(file.read_text())
+    told["model"]["vocab"] = {token: order[i] for token, i in told["model"]["vocab"].items()}
+    file.write_text(json.dumps(told))
+    return model
+
+
+def test_eval_refuses_a_baseline_of_other_tokens(tmp_path: Path) -> None:
+    """Either way round: ids beyond the baseline's embedding, and ids that mean something else to it."""
+    text = write_texts(tmp_path / "prose.jsonl", 4, seed=9)
+    plain = tiny_model(tmp_path / "plain")
+    wide = retold(tmp_path / "wide", [i + 100 for i in range(256)], vocab_size=400)
+    for checkpoint, baseline in ((wide, plain), (plain, wide)):
+        code, _, err = run_cli(
+            "eval", checkpoint, "--baseline", baseline, "--text", text, "--window", 32, "--tokens", 64
+        )
+        assert code == 2
+        assert f"--baseline {baseline}: its tokenizer is not the model's: 156 of 256 token ids differ" in one_line(err)
+    (plain / "tokenizer.json").unlink()
+    code, _, err = run_cli("eval", wide, "--baseline", plain, "--text", text, "--window", 32, "--tokens", 64)
+    assert code == 2
+    assert "--baseline: it has only 256 tokens, and CHECKPOINT's tokenizer gives id" in one_line(err)
+    code, _, err = run_cli("eval", wide, "--baseline", tmp_path / "plane", "--text", text)
+    assert code == 2
+    assert f"--baseline {tmp_path / 'plane'}: no such directory; did you mean 'plain'?" in one_line(err)
+
+
+def test_a_padded_vocabulary_is_compared(tmp_path: Path) -> None:
+    text = write_texts(tmp_path / "prose.jsonl", 4, seed=9)
+    plain, padded = tiny_model(tmp_path / "plain"), tiny_model(tmp_path / "padded", vocab_size=320)
+    for pair in ((plain, padded), (padded, plain)):
+        code, out, err = run_cli("eval", pair[0], "--baseline", pair[1], "--text", text, "--window", 32, "--tokens", 64)
+        assert code == 0, err
+        assert "KL " in out
+
+
 def test_a_piped_run_tells_phases_in_plain_lines(tmp_path: Path) -> None:
     """Row 37, and row 36: everything works where there is no GPU."""
     source = tiny_model(tmp_path / "model", num_hidden_layers=12)

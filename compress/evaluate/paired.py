@@ -24,7 +24,10 @@ from compress.heldout import EvaluationText, evaluation_source, evaluation_windo
 from compress.memory import available_bytes
 from compress.progress import Phase, Reporter
 from compress.recipe import EvaluateSettings
+from compress.runtime.draft_model import check_tokenizers
 from compress.runtime.engine import Engine
+from compress.runtime.tokenizer import has_tokenizer
+from compress.shards import read_config
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,22 @@ def check_ids(ids: torch.Tensor, spec: ModelSpec, where: str) -> None:
         raise UserError(
             f"{where}: the tokenizer gives id {largest}, and the model has only {spec.vocab} tokens; "
             "the tokenizer files beside it belong to another model"
+        )
+
+
+def check_same_tokens(checkpoint: Path, baseline: Path) -> None:
+    """Refuse a baseline to which an id is another token. Raises UserError; one without a tokenizer is not asked."""
+    if has_tokenizer(baseline):
+        check_tokenizers(load_tokenizer(checkpoint), load_tokenizer(baseline), f"--baseline {baseline}")
+
+
+def check_baseline_ids(ids: torch.Tensor, spec: ModelSpec) -> None:
+    """Refuse ids that the baseline has no embedding for. Raises UserError naming the largest."""
+    largest = int(ids.max())
+    if largest >= spec.vocab:
+        raise UserError(
+            f"--baseline: it has only {spec.vocab} tokens, and CHECKPOINT's tokenizer gives id {largest} in --text; "
+            "give a baseline of the same vocabulary"
         )
 
 
@@ -101,7 +120,11 @@ def evaluate_command(
     """`compress eval`: the lines to print; also writes the record to `json_file`."""
     earlier = _read_record(baseline) if baseline is not None and baseline.suffix == ".json" else None
     for path in (checkpoint, *([baseline] if baseline is not None and earlier is None else [])):
+        read_config(path, None if path is checkpoint else "--baseline")
         check_tensors(opened := Checkpoint.open(path), read_spec(opened.config, str(path / "config.json")))
+    compared = baseline if earlier is None else None
+    if compared is not None:
+        check_same_tokens(checkpoint, compared)
     spec = read_spec(Checkpoint.open(checkpoint).config)
     if window is not None and window > spec.max_positions:
         raise UserError(f"--window {window}: the model has {spec.max_positions} positions")
@@ -110,6 +133,8 @@ def evaluate_command(
     size = window or min(2048, spec.max_positions)
     windows = read_evaluation_text(text, None, size, tokens, checkpoint, [])
     check_ids(windows.ids, spec, "--text")
+    if compared is not None:
+        check_baseline_ids(windows.ids, read_spec(Checkpoint.open(compared).config))
     bos = bos_of(load_tokenizer(checkpoint))
     record: dict[str, Any] = {
         "checkpoint": str(checkpoint),
@@ -118,10 +143,10 @@ def evaluate_command(
         ),
         "text": windows.facts.as_dict(),
     }
-    if baseline is None or earlier is not None:
+    if compared is None:
         lines = _alone(checkpoint, windows, device, reporter, record, earlier)
     else:
-        lines = _against(checkpoint, baseline, windows, device, reporter, record)
+        lines = _against(checkpoint, compared, windows, device, reporter, record)
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
     facts = windows.facts
