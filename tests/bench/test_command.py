@@ -181,6 +181,6 @@ def test_ctrl_c_is_one_line() -> None:
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert one_line(err) == "interrupted"
