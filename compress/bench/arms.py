@@ -23,15 +23,17 @@ from compress.shards import read_config
 ENGINE_RUNS = 64  # requests that an engine runs at once unless it is told otherwise
 
 
-def spec_of(path: Path) -> ModelSpec:
-    """From the config alone."""
-    return read_spec(read_config(path), str(path / "config.json"))
+def spec_of(path: Path, option: str | None = None) -> ModelSpec:
+    """From the config alone. `option`: what gave the path, to be named where it is wrong."""
+    return read_spec(read_config(path, option), str(path / "config.json"))
 
 
 def workload_of(options: Options) -> Workload:
     """Ids are below the smallest vocabulary that is known. Raises UserError for a request that fits no model."""
-    paths = [path for path in (options.checkpoint, options.baseline) if path is not None]
-    specs = {path: spec_of(path) for path in paths}
+    given = ((None, options.checkpoint), ("--baseline", options.baseline))
+    specs = {path: spec_of(path, option) for option, path in given if path is not None}
+    if options.draft is not None:  # its size limits nothing: what it does not take, it does not draft
+        spec_of(options.draft, "--draft")
     known = min((spec.vocab for spec in specs.values()), default=None)
     if options.vocab is not None and known is not None and options.vocab > known:
         raise UserError(f"--vocab {options.vocab}: the model has {known} token ids")

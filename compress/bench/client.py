@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,12 @@ from typing import Any
 from compress.bench.connection import Connections, Late, Lost
 from compress.bench.timing import Run, Timing
 from compress.bench.workload import Ask, Clients, Level
-from compress.errors import RunError
+from compress.errors import RunError, UserError, nearest
 
 SHOWN = 160  # characters of a server's own error that are shown
+
+# as the bundled server, vLLM and llama.cpp put it
+FOREIGN_ID = re.compile(r"\btoken[ _]ids?\b.{0,60}out of range|out of vocab|invalid token", re.IGNORECASE)
 
 
 class Refused(Exception):
@@ -55,12 +59,18 @@ class HttpArm:
         return f"{self._model} at {self.url}"
 
     def connect(self) -> dict[str, Any]:
-        """The entry of `/v1/models` that is measured: the first, or the named one. Raises RunError without one."""
+        """The entry of `/v1/models` that is measured: the first, or the named one.
+
+        Raises RunError where nothing is served, UserError where the named one is not.
+        """
         listed = self._loop.run_until_complete(self._models())
         found = [entry for entry in listed if self._model in (None, entry.get("id"))]
         if not found:
-            names = ", ".join(str(entry.get("id")) for entry in listed) or "none"
-            raise RunError(f"{self.url}: no model {self._model!r}; it serves: {names}")
+            names = [str(entry.get("id")) for entry in listed]
+            if self._model is None or not names:
+                raise RunError(f"{self.url}: it serves no model")
+            close = nearest(self._model, names)
+            raise UserError(f"--model {self._model}: {self.url} serves {', '.join(names)}{close}")
         self._model = str(found[0].get("id"))
         return found[0]
 
@@ -130,7 +140,7 @@ class HttpArm:
             if not answer.pieces or not answer.tokens:
                 raise Refused("the stream ended without output" if answer.tokens else "the stream ended without usage")
         except Refused as refusal:
-            error = str(refusal)
+            error = advised(str(refusal))
         except Late as late:
             error = str(late)
         except Lost as lost:
@@ -187,6 +197,12 @@ def http_error(status: int, body: bytes) -> str:
         told = body.decode(errors="replace")
     line = " ".join(told.split())
     return f"HTTP {status}: {line[:SHOWN]}".rstrip(": ")
+
+
+def advised(error: str) -> str:
+    """A refusal of random ids that the model does not have, with the option that keeps them below its vocabulary."""
+    beyond = FOREIGN_ID.search(error) is not None
+    return f"{error}; --vocab N keeps the ids below N, the size of the model's vocabulary" if beyond else error
 
 
 def message_of(body: Any) -> str:

@@ -61,16 +61,23 @@ def check(options: Options) -> None:
             f"--shared-prefix {options.shared_prefix}: must be below --prompt-tokens {options.prompt_tokens}, so that "
             "no two prompts are the same"
         )
-    levels(options)
+    check_requests(options.requests, levels(options))
     limits(options.goodput)
     output = span(options.output_tokens, "--output-tokens")
     if options.plot is not None and output.low < 2:
         raise UserError(f"--plot: draws TPOT, which needs --output-tokens of at least 2, not {output}")
-    if options.plot is not None and options.plot.suffix not in PICTURES:
+    if options.plot is not None and options.plot.suffix.lower() not in PICTURES:
         raise UserError(f"--plot {options.plot}: must end in {', '.join(PICTURES)}")
     for name, file in (("--json", options.json), ("--plot", options.plot)):
         if file is not None and not file.absolute().parent.is_dir():
             raise UserError(f"{name} {file}: no such directory: {file.absolute().parent}")
+
+
+def check_requests(requests: int | None, loads: list[Level]) -> None:
+    """A client without a request is none: its level would bear a number that was never reached."""
+    most = max((level.count for level in loads if isinstance(level, Clients)), default=0)
+    if requests is not None and requests < most:
+        raise UserError(f"--requests {requests}: fewer than the {most} clients of --concurrency; give {most} or more")
 
 
 def check_arms(options: Options) -> None:

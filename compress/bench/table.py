@@ -16,6 +16,8 @@ from compress.evaluate.compare import Interval
 
 HEADLINES = {"output_tokens_per_s": "output", "tpot": "TPOT", "ttft": "TTFT"}
 UNSHOWN = " ?"  # behind a ratio that may be noise
+NOISY = 10  # times: an interval this wide, or a control that strays this far, says nothing
+TOO_NOISY = "unknown: too noisy"
 SEVERAL_TOKENS = 1.02  # tokens per piece above which ITL is not TPOT
 
 
@@ -77,9 +79,11 @@ def _spread(spread: Spread | None) -> str:
 
 def notes(results: Sequence[LevelResult]) -> Iterator[str]:
     """Warm-up, failures and their reasons, and whatever else makes a figure mean something else."""
-    warmup = [str(result.warmup) for result in results]
-    if any(result.warmup for result in results):
-        yield f"warm-up     {', '.join(warmup)} requests of each arm, not measured"
+    warmup = [result.warmup for result in results]
+    if any(warmup):
+        noun = "request" if warmup == [1] else "requests"
+        each = " of each arm" if any(len(result.figures) > 1 for result in results) else ""
+        yield f"warm-up     {', '.join(map(str, warmup))} {noun}{each}, not measured"
     else:
         yield "warm-up     none: the first requests are measured too"
     unshown = [str(r.level) for r in results if (ratio := r.ratios.get(headline(results))) and not ratio.resolved]
@@ -97,7 +101,8 @@ def _cautions(level: Level, role: str, one: Figures) -> Iterator[str]:
     for error, times in one.errors.items():
         yield f"failed      {where}: {times} of {one.requests} requests, in no latency or rate: {error}"
     if one.short:
-        yield f"short       {where}: {one.short} answers have fewer tokens than asked; the server ends them itself"
+        answers = "answer has" if one.short == 1 else "answers have"
+        yield f"short       {where}: {one.short} {answers} fewer tokens than asked; the server ends them itself"
     if one.tokens_per_piece is not None and one.tokens_per_piece > SEVERAL_TOKENS:
         told = f"{one.tokens_per_piece:.2f} tokens a piece (speculation, or text held back)"
         yield f"pieces      {where}: {told}: ITL is the gap between pieces, TPOT the time of a token"
@@ -131,10 +136,17 @@ def _certainty(ratio: Ratio) -> str:
     """The interval, the smallest effect that shows on this machine, and whether the ratio is one."""
     if ratio.interval is None:
         return "one pair of runs: no interval"
-    effect = f"{100 * ratio.smallest_effect:.1f} %" if ratio.smallest_effect is not None else "unknown: one round"
+    smallest = ratio.smallest_effect
+    if smallest is None:
+        effect = "unknown: one round"
+    else:
+        effect = TOO_NOISY if smallest > NOISY - 1 else f"{100 * smallest:.1f} %"
     verdict = "" if ratio.resolved else ", so no difference is shown"
     return f"95 % {_interval(ratio.interval)}; smallest effect seen here {effect}{verdict}"
 
 
 def _interval(interval: Interval) -> str:
-    return f"{interval[0]:.3f}–{interval[1]:.3f}"
+    low, high = interval
+    if high > NOISY * low:
+        return TOO_NOISY
+    return f"{low:.3f}–{high:.3f}"

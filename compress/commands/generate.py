@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from compress.commands.options import DEVICE, DRAFT, EXACT, check_device
+from compress.errors import UserError
 
 
 @click.command(short_help="Continue prompts.")
@@ -56,9 +57,18 @@ def generate(
     check_device(device)
     from compress.encoding import encode_prompt, load_tokenizer
     from compress.runtime.engine import Engine, SamplingParams
+    from compress.shards import read_config
 
-    engine = Engine.load(checkpoint, device=device, draft=draft, exact=exact)
+    read_config(checkpoint)
+    if draft is not None:
+        read_config(draft, "--draft")
     tokenizer = load_tokenizer(checkpoint)
+    if chat and tokenizer.chat_template is None:
+        raise UserError(
+            f"--chat: {checkpoint} has no chat template: put its chat_template.jinja there, or leave out --chat and "
+            "write the prompt as the model expects it"
+        )
+    engine = Engine.load(checkpoint, device=device, draft=draft, exact=exact)
     asked = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
     ids = [encode_prompt(tokenizer, prompt, add_generation_prompt=chat) for prompt in asked]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)

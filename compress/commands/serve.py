@@ -106,7 +106,10 @@ def serve(
         from compress.runtime.server.options import Options, check_key
         from compress.runtime.server.prompts import Prompts
         from compress.runtime.server.service import Service
+        from compress.shards import read_config
 
+        if draft is not None:
+            read_config(draft, "--draft")
         key = check_key(api_key)
         sock = bind(host, port)
         engine = Engine.load(

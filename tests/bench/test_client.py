@@ -11,7 +11,7 @@ import pytest
 from compress.bench.client import HttpArm
 from compress.bench.timing import Run, figures
 from compress.bench.workload import Arrivals, Ask, Clients, Level
-from compress.errors import RunError
+from compress.errors import RunError, UserError
 from tests.bench.server import Behaviour, serving
 
 SLACK = 0.25  # seconds by which a busy machine may be late
@@ -134,8 +134,8 @@ def test_the_model_is_the_first_or_the_named_one() -> None:
     with connected(Behaviour(), model="other") as arm:
         assert arm.name.startswith("other at http://127")
     with (
-        pytest.raises(RunError, match="no model 'third'; it serves: tiny, other"),
-        connected(Behaviour(), model="third"),
+        pytest.raises(UserError, match=r"^--model othr: http\S+ serves tiny, other; did you mean 'other'\?$"),
+        connected(Behaviour(), model="othr"),
     ):
         pass
     with pytest.raises(RunError, match="not a list of models"), connected(Behaviour(models=3)):

@@ -139,6 +139,37 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert message in err
 
 
+@pytest.mark.parametrize("option", ["--baseline", "--draft"])
+def test_a_directory_that_is_missing_is_told_with_its_option(models: tuple[Path, Path], option: str) -> None:
+    code, _, err = run_cli("bench", models[0], option, "/nope")
+    assert code == 2
+    assert one_line(err) == f"error: {option} /nope: no such directory"
+
+
+def test_a_model_that_is_not_served_is_wrong_usage() -> None:
+    with serving(Behaviour()) as url:
+        code, _, err = run_cli("bench", "--url", url, "--model", "nope", *SMALL)
+    assert code == 2
+    assert one_line(err) == f"error: --model nope: {url} serves tiny, other"
+
+
+@pytest.mark.parametrize(
+    ("told", "advised"),
+    [
+        ("prompt token id 31999 is out of range; ids go from 0 to 255", True),
+        ("Token id 31999 is out of vocabulary", True),
+        ("max_tokens is out of range", False),
+        ("queue is full", False),
+    ],
+)
+def test_ids_that_the_servers_model_lacks_lead_to_vocab(told: str, advised: bool) -> None:
+    with serving(Behaviour(refuse_every=1, status=400, body=json.dumps({"error": {"message": told}}))) as url:
+        code, _, err = run_cli("bench", "--url", url, "--concurrency", 1, "--prompt-tokens", 4, "--output-tokens", 2)
+    assert code == 1
+    assert told in one_line(err)
+    assert ("--vocab N keeps the ids below N" in err) is advised
+
+
 def test_a_request_beyond_the_servers_model_is_told_before_any_is_sent() -> None:
     behaviour = Behaviour()
     with serving(behaviour) as url:

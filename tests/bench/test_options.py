@@ -33,6 +33,9 @@ def test_defaults_keep_every_client_busy() -> None:
     assert [warmup_of(options, level) for level in levels(options)] == [1, 4, 16]
     assert warmup_of(Options(MODEL, warmup=0), Clients(4)) == 0
     assert rounds_of(options) == 1
+    assert requests_of(Options(MODEL, concurrency="100", requests=100), Clients(100)) == 100
+    assert requests_of(Options(MODEL, rate="100", requests=4), Arrivals(100)) == 4
+    assert Options(MODEL, plot=Path("z.PNG")).plot == Path("z.PNG")
     assert rounds_of(Options(MODEL, baseline=MODEL)) == 3
     assert rounds_of(Options(MODEL, baseline=MODEL, rounds=7)) == 7
 
@@ -67,6 +70,11 @@ def test_defaults_keep_every_client_busy() -> None:
             {"plot": Path("x.png"), "output_tokens": "1-3"},
             "--plot: draws TPOT, which needs --output-tokens of at least 2",
         ),
+        (
+            {"concurrency": "1,100", "requests": 4},
+            "--requests 4: fewer than the 100 clients of --concurrency; give 100",
+        ),
+        ({"requests": 15}, "--requests 15: fewer than the 16 clients"),
         ({"plot": Path("x.txt")}, "--plot x.txt: must end in .png, .svg, .pdf"),
         ({"json": Path("nowhere/x.json")}, "--json nowhere/x.json: no such directory"),
     ],

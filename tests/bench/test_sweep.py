@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -137,11 +138,30 @@ def test_a_ratio_that_may_be_noise_has_a_question_mark() -> None:
 def test_notes_tell_what_changes_the_meaning_of_a_figure() -> None:
     clock = Clock()
     told = "\n".join(notes(measured(clock, {"compressed": SimulatedEngine(clock, width=4)})))
-    assert "warm-up     2 requests of each arm, not measured" in told
+    assert "warm-up     2 requests, not measured" in told
     assert "2.75 tokens a piece" in told
     told = "\n".join(notes(measured(clock, {"compressed": SimulatedEngine(clock, ends_early=3)})))
     assert "failed      2 clients, compressed: 12 of 12 requests" in told
     assert "finished for 'stop'" in told
+
+
+def test_an_interval_that_says_nothing_is_not_printed() -> None:
+    """Two rounds on a machine that stalls give intervals of many powers of ten: no figure is one to show."""
+    clock = Clock()
+    [quiet] = measured(clock, pair(clock, 2.0))
+    wild = (1e-19, 4.5e17)
+    ratio = Ratio(2.0, wild, wild, False)
+    [line] = summary([replace(quiet, ratios={"output_tokens_per_s": ratio})])
+    assert line.endswith(
+        "(95 % unknown: too noisy; smallest effect seen here unknown: too noisy, so no difference is shown)"
+    )
+    [line] = summary([replace(quiet, ratios={"output_tokens_per_s": replace(ratio, interval=(14.0, 16.0))})])
+    assert "95 % 14.000–16.000; smallest effect seen here unknown: too noisy" in line
+    [line] = summary([replace(quiet, ratios={"output_tokens_per_s": Ratio(1.0, (0.4, 3.9), (0.12, 1.1), False)})])
+    assert "95 % 0.400–3.900; smallest effect seen here 733.3 %" in line
+    alone = replace(quiet, figures={"compressed": quiet.figures["compressed"]}, ratios={}, control=wild)
+    assert "A/A         2 clients: output tok/s of one run over another unknown: too noisy" in list(notes([alone]))
+    assert next(notes([replace(alone, warmup=1)])) == "warm-up     1 request, not measured"
 
 
 def test_single_tokens_have_no_tpot_and_are_compared_by_ttft() -> None:
