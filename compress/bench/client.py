@@ -95,7 +95,8 @@ class HttpArm:
         """
         run = self._loop.run_until_complete(self._run(asks, level, tick))
         if not run.answered:
-            raise RunError(f"{self.url}: all {len(asks)} requests failed; the first: {run.timings[0].error}")
+            failed = "the request failed" if len(asks) == 1 else f"all {len(asks)} requests failed; the first"
+            raise RunError(f"{self.url}: {failed}: {run.timings[0].error}")
         return run
 
     async def _run(self, asks: Sequence[Ask], level: Level, tick: Callable[[], None]) -> Run:

@@ -77,7 +77,9 @@ def check_requests(requests: int | None, loads: list[Level]) -> None:
     """A client without a request is none: its level would bear a number that was never reached."""
     most = max((level.count for level in loads if isinstance(level, Clients)), default=0)
     if requests is not None and requests < most:
-        raise UserError(f"--requests {requests}: fewer than the {most} clients of --concurrency; give {most} or more")
+        raise UserError(
+            f"--requests {requests}: below the {most} clients of --concurrency; give {most} or more, or fewer clients"
+        )
 
 
 def check_arms(options: Options) -> None:

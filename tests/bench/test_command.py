@@ -166,7 +166,7 @@ def test_ids_that_the_servers_model_lacks_lead_to_vocab(told: str, advised: bool
     with serving(Behaviour(refuse_every=1, status=400, body=json.dumps({"error": {"message": told}}))) as url:
         code, _, err = run_cli("bench", "--url", url, "--concurrency", 1, "--prompt-tokens", 4, "--output-tokens", 2)
     assert code == 1
-    assert told in one_line(err)
+    assert f"{url}: the request failed: HTTP 400: {told}" in one_line(err)
     assert ("--vocab N keeps the ids below N" in err) is advised
 
 

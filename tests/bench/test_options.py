@@ -72,9 +72,9 @@ def test_defaults_keep_every_client_busy() -> None:
         ),
         (
             {"concurrency": "1,100", "requests": 4},
-            "--requests 4: fewer than the 100 clients of --concurrency; give 100",
+            "--requests 4: below the 100 clients of --concurrency; give 100 or more, or fewer",
         ),
-        ({"requests": 15}, "--requests 15: fewer than the 16 clients"),
+        ({"requests": 15}, "--requests 15: below the 16 clients"),
         ({"plot": Path("x.txt")}, "--plot x.txt: must end in .png, .svg, .pdf"),
         ({"json": Path("nowhere/x.json")}, "--json nowhere/x.json: no such directory"),
     ],
