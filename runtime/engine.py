@@ -21,6 +21,7 @@ from compress.arch import ModelSpec
 from compress.errors import UserError
 from compress.runtime.batch import build_batch
 from compress.runtime.completion import Completion
+from compress.runtime.draft_cost import DraftCost
 from compress.runtime.drafting import Drafting, load_drafting
 from compress.runtime.executor import Executor, find_device, load_executor
 from compress.runtime.outcome import Outcome, choose_tokens, score_prompts
@@ -31,6 +32,8 @@ from compress.runtime.settings import as_path, check_dtype, check_sizes, check_s
 from compress.runtime.stats import Stats
 from compress.runtime.text import Pieces, TextStream
 from compress.runtime.tokenizer import has_tokenizer, load_tokenizer, read_eos_ids
+
+WARMING_TOKENS = 4  # the second step of a kind is the one that is recorded
 
 __all__ = ["Completion", "Engine", "Request", "SamplingParams", "TokenLogprobs"]
 
@@ -240,9 +243,17 @@ class Engine:
             self.drafting.forget(request)
 
     def abort(self, request: Request) -> None:
-        """Drop a request and free its pages; nothing happens to one that has finished."""
-        if request.status != "finished":
-            self._finish(request, "abort")
+        """Drop a request and free its pages; nothing happens to one that has finished.
+
+        Raises UserError for what is no request of this engine.
+        """
+        if not isinstance(request, Request):
+            raise UserError(f"request must be a Request that `add` gave, not {request!r}")
+        if request.status == "finished":
+            return
+        if request not in self.scheduler.running and request not in self.scheduler.waiting:
+            raise UserError("request: it is not one of this engine's; abort it where it was added")
+        self._finish(request, "abort")
 
     def generate(
         self, prompts: list[str] | list[list[int]], params: SamplingParams | list[SamplingParams]
@@ -250,6 +261,8 @@ class Engine:
         """Complete all prompts, together. Raises UserError before any work if one of them is not acceptable."""
         if isinstance(prompts, str):
             raise UserError("prompts: a list of texts or of token ids, not one text")
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise UserError(f"prompts must be a list of texts or of token ids, not {prompts!r}")
         each = params if isinstance(params, list) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise UserError(f"params: {len(each)} given for {len(prompts)} prompts; give one, or one for each")
@@ -264,9 +277,34 @@ class Engine:
                 self.abort(request)
         return [Completion.of(request) for request in requests]
 
+    def warm_up(self) -> None:
+        """Do what is done at first use alone: read the tokenizer, record a step, choose a token.
+
+        No counter and no cached page tells of it. For an idle engine.
+        """
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        counted = replace(self._stats), scheduler.prompt_tokens, scheduler.cached_tokens, scheduler.preemptions
+        caching, pool.caching = pool.caching, False
+        room = min(pool.total * pool.page_size, self.spec.max_positions)
+        try:
+            for temperature in (0.0, 1.0):  # the likeliest token and a drawn one are chosen by different kernels
+                new = max(1, min(WARMING_TOKENS, room - 1))
+                self.generate([[0]], SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True))
+        finally:
+            pool.caching = caching
+            self._stats, scheduler.prompt_tokens, scheduler.cached_tokens, scheduler.preemptions = counted
+            if self.drafting is not None:
+                self.drafting.cost = DraftCost()  # what is done for the first time takes longer
+
     @torch.inference_mode()
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states [S, C] or [B, S, C] after the final norm, for ids [S] or [B, S], in one causal pass."""
+        """Hidden states [S, C] or [B, S, C] after the final norm, for ids [S] or [B, S], in one causal pass.
+
+        Raises UserError for an id beyond the vocabulary.
+        """
+        least, most = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        if least < 0 or most >= self.spec.vocab:
+            raise UserError(f"ids must be between 0 and {self.spec.vocab - 1}, not {least if least < 0 else most}")
         return self.executor.hidden_states(ids) if ids.dim() == 2 else self.executor.hidden_states(ids[None])[0]
 
     @torch.inference_mode()

@@ -172,6 +172,15 @@ class Request:
         return self.drafts.tokens if self.drafts else ()
 
     @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token id that ended it; None where that was an EOS or something else."""
+        if self.finish_reason != "stop":
+            return None
+        if self.text is not None and self.text.stopped_by is not None:
+            return self.text.stopped_by
+        return self.token_ids[-1] if self.token_ids[-1] in self.params.stop_token_ids else None
+
+    @property
     def scored(self) -> bool:
         """Whether no log-probability of the prompt is missing."""
         return self.params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.prompt_length
@@ -181,7 +190,9 @@ class Request:
         self.token_ids.append(token)
         count = len(self.token_ids) - self.prompt_length
         if token in self.stop_ids and count >= self.params.min_tokens:
-            self.finish_reason = "stop"  # its own name is no part of the text
+            self.finish_reason = "stop"
+            if self.text is not None:
+                self.text.end(token, show=self.params.include_stop and token in self.params.stop_token_ids)
         elif self.text is not None and self.text.append(token):
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_length:

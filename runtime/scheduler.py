@@ -124,6 +124,8 @@ class Scheduler:
         too_large: dict[Request, None] = {}  # do not fit yet, with their siblings, in order
         tries = TRIES
         while self.waiting and budget > 0 and tries > 0 and len(self.running) < self.max_running:
+            if any(other.passed >= PASSES for other in too_large):
+                break
             request = self.waiting[0]
             if request in too_large or self._awaited(request):
                 later.append(self.waiting.popleft())

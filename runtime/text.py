@@ -195,6 +195,12 @@ class TextStream:
             self._add(self._decode(token))
         return self.stopped_by is not None
 
+    def end(self, token: int, show: bool) -> None:
+        """Add the token that ends the text. It has a place in it, and is itself a part only where it is to `show`."""
+        self.offsets.append(self._length)
+        if self.stopped_by is None and show and token not in self._skipped:
+            self._add(self._decode(token))
+
     def take(self) -> str:
         """What may be shown and was not taken before."""
         text = "".join(self._ready)

@@ -131,6 +131,7 @@ def serve(
             max_queue=max_queue,
             drain_seconds=drain,
         )
+        engine.warm_up()  # or the first clients would wait for what is done once
         service = Service(engine, Prompts.of(checkpoint), options, max_running)
         told = f"serving {options.names[0]} on {address(sock)}"
         run_server(service, sock, lambda: click.echo(told), lambda line: click.echo(line, err=True))
@@ -143,7 +144,7 @@ def _name(checkpoint: Path) -> str:
 
 @contextmanager
 def _told_of_an_early_end() -> Iterator[None]:
-    """SIGTERM before the server answers ends as Ctrl-C does: one line, and its exit code."""
+    """SIGTERM and Ctrl-C before the server answers: one line, and their exit codes."""
 
     def end(number: int, frame: FrameType | None) -> None:
         click.echo("terminated", err=True)
@@ -152,5 +153,8 @@ def _told_of_an_early_end() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except KeyboardInterrupt:  # told here: click would print an empty line first
+        click.echo("interrupted", err=True)
+        sys.exit(130)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -118,7 +118,8 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return answer(from_validation(list(error.errors()), FIELDS.get(request.url.path, frozenset())))
+        kind = request.headers.get("content-type", "")
+        return answer(from_validation(list(error.errors()), FIELDS.get(request.url.path, frozenset()), kind))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

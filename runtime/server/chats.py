@@ -37,6 +37,7 @@ class Chats:
             "message": {"role": "assistant", "content": news.text, "refusal": None},
             "logprobs": self._logprobs(news),
             "finish_reason": news.finish_reason,
+            "stop_reason": news.stop_reason,
         }
 
     async def chunks(self, job: Job) -> AsyncIterator[bytes]:
@@ -56,13 +57,19 @@ class Chats:
         if news.text or logprobs:
             sent += self._chunk(news.index, {"content": news.text}, logprobs)
         if news.finish_reason is not None:
-            sent += self._chunk(news.index, {}, None, news.finish_reason)
+            sent += self._chunk(news.index, {}, None, news.finish_reason, news.stop_reason)
         return sent
 
     def _chunk(
-        self, index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, str],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        stop_reason: str | int | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice |= {"stop_reason": stop_reason}
         return event(self.answer.frame([choice], CHUNK) | ({"usage": None} if self.body.include_usage else {}))
 
     def _logprobs(self, news: News) -> dict[str, Any] | None:

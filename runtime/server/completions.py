@@ -61,7 +61,7 @@ class Completions:
             told["logprobs"] = completion_logprobs(scored, self.answer.pieces, self.body.logprobs, offsets)
         if self.body.prompt_logprobs is not None:
             told["prompt_logprobs"] = prompt_logprobs(self._prompt(news), self.answer.pieces, self.body.prompt_logprobs)
-        return told | {"finish_reason": news.finish_reason}
+        return told | {"finish_reason": news.finish_reason, "stop_reason": news.stop_reason}
 
     def _echoed(self, news: News) -> tuple[str, list[int]]:
         number = news.index // self.answer.n

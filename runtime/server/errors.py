@@ -17,6 +17,7 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable",
 }
+JSON = "application/json"
 GONE = 499  # nobody reads it: the client has closed the connection
 
 
@@ -53,7 +54,7 @@ def refusal(error: UserError) -> ApiError:
     return ApiError(400, message, named.group() if named else None)
 
 
-def from_validation(errors: list[Any], known: frozenset[str]) -> ApiError:
+def from_validation(errors: list[Any], known: frozenset[str], content_type: str = JSON) -> ApiError:
     """The first of pydantic's findings, as one line: field, fault, limit, and the nearest of the `known` names."""
     first, path = errors[0], _path(errors[0], known)
     for error in errors[1:]:  # of a union, the branch that went further is the one that was meant
@@ -72,7 +73,12 @@ def from_validation(errors: list[Any], known: frozenset[str]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if first["type"] == "missing" and field is None:
         return ApiError(400, "the body is empty; it must be a JSON object")
+    if field is None and first["type"] in ("model_attributes_type", "dict_type", "model_type"):
+        hint = "" if "json" in content_type.lower() else "; send Content-Type: application/json"
+        return ApiError(400, f"the body must be a JSON object{hint}")
     told = first["msg"].removeprefix("Value error, ")
+    if path in (["prompt"], ["stop"]) and first["type"] == "string_type":
+        told = "Input should be a string or a list"
     if field is None:
         return refusal(UserError(told))
     value = first.get("input")

@@ -70,7 +70,7 @@ class Gate:
     ) -> None:
         self.app, self.max_body_bytes, self.draining, self.refused = app, max_body_bytes, draining, refused
         self.bodies = bodies
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -89,11 +89,11 @@ class Gate:
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         if self._expected is not None and scope["path"] not in OPEN:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                return ApiError(
-                    401, "wrong or missing API key; send it as Authorization: Bearer KEY", code="invalid_api_key"
-                )
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            # a scheme is the same in any case (RFC 9110, 11.1)
+            if not hmac.compare_digest(given, self._expected) or scheme.lower() != b"bearer":
+                told = "wrong or missing API key; send it as Authorization: Bearer KEY"
+                return ApiError(401, told, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST" and self.draining():
             return ApiError(503, STOPPING, headers=CLOSE)
         length = headers.get(b"content-length", b"0")

@@ -32,6 +32,7 @@ class News:
     token_ids: list[int]
     logprobs: list[TokenLogprobs]  # of these tokens; empty where not asked for
     finish_reason: FinishReason | None
+    stop_reason: str | int | None  # the stop string or stop token id
     prompt_logprobs: list[TokenLogprobs | None] | None  # with the first news of a choice, where asked for
     cached_tokens: int
     offsets: list[int]  # of these tokens in the choice's text, in characters; empty without a tokenizer
@@ -73,6 +74,7 @@ class Track:
             token_ids=token_ids,
             logprobs=request.logprobs[first : self.told],
             finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
             prompt_logprobs=list(request.prompt_logprobs) if scored else None,
             cached_tokens=request.cached_tokens or 0,
             offsets=request.text.offsets[first : self.told] if request.text is not None else [],

@@ -89,9 +89,8 @@ class EngineLoop:
         if self.dead:
             raise ApiError(503, f"the engine has failed: {self.dead}")
         if job.count > self.capacity:
-            raise ApiError(
-                400, f"prompt: {job.count} choices in one request; at most {self.capacity} can wait", "prompt"
-            )
+            field = "n" if job.count > len(asks) else "prompt"
+            raise ApiError(400, f"{field}: {job.count} choices in one request; at most {self.capacity} can wait", field)
         if self.open + job.count > self.capacity:
             message = f"{self.open} choices are running or waiting, {self.capacity} at most; try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +38,8 @@ class Prompts:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
+        # of the slow thread; made now, since copying holds the interpreter for a tenth of a second and more
+        self._spare = copy.deepcopy(tokenizer)
         self._quick, self._slow = ThreadPoolExecutor(1, "tokenizer"), ThreadPoolExecutor(1, "tokenizer-long")
         self._tokens = 0 if tokenizer is None else len(tokenizer)
         self.pieces = None if tokenizer is None else Pieces(tokenizer)
@@ -49,11 +50,6 @@ class Prompts:
     @classmethod
     def of(cls, path: Path) -> Prompts:
         return cls(load_tokenizer(path) if has_tokenizer(path) else None)
-
-    @cached_property
-    def _spare(self) -> Any:
-        """The tokenizer of the slow thread."""
-        return copy.deepcopy(self._tokenizer)
 
     async def _work(self, size: int, function: Callable[[Any], T]) -> T:
         """`function` of a tokenizer, in the thread that suits so many characters or ids."""
@@ -136,7 +132,8 @@ def render_chat(tokenizer: Any, chat: ChatPrompt) -> str:
 
     messages = [message.plain for message in chat.messages]
     variables = chat.chat_template_kwargs or {}
-    taken = variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    # `messages` is what the template calls the conversation
+    taken = variables.keys() & {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     if taken:
         raise UserError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set here")
     start_answer = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt

@@ -110,7 +110,10 @@ class CompletionBody(Sampling):
             return [list(self.prompt)]
         if kinds == {list} and all(type(token) is int for ids in self.prompt for token in ids):
             return [list(ids) for ids in self.prompt]
-        raise UserError("prompt must be a text, a list of texts, token ids, or a list of lists of token ids, not empty")
+        raise UserError(
+            "prompt must be a text, a list of texts, token ids, or a list of lists of token ids"
+            + (", not empty" if not self.prompt else ", all of one kind")
+        )
 
 
 class Part(Body):

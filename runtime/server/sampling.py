@@ -31,7 +31,7 @@ def completion_params(body: CompletionBody, prompt_length: int, options: Options
     if asked == 0 and prompt_logprobs is None:
         raise UserError("max_tokens must be at least 1, not 0 (0 needs echo or prompt_logprobs)")
     explicit = body.max_tokens is not None
-    max_tokens = _room(prompt_length, asked, explicit, "max_tokens", options.max_model_len)
+    max_tokens = _room("prompt has", prompt_length, asked, explicit, "max_tokens", options.max_model_len)
     _check_logprobs("logprobs", body.logprobs, options)
     return _params(body, max_tokens, body.logprobs, prompt_logprobs, options)
 
@@ -43,18 +43,19 @@ def chat_params(body: ChatBody, prompt_length: int, options: Options) -> Samplin
     rest = options.max_model_len - prompt_length
     if asked == 0 and body.prompt_logprobs is None:
         raise UserError(f"{name} must be at least 1, not 0 (0 needs prompt_logprobs)")
-    max_tokens = _room(prompt_length, max(1, rest) if asked is None else asked, True, name, options.max_model_len)
+    wanted = max(1, rest) if asked is None else asked
+    max_tokens = _room("messages have", prompt_length, wanted, True, name, options.max_model_len)
     _check_logprobs("top_logprobs", body.top_logprobs, options)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _params(body, max_tokens, logprobs, body.prompt_logprobs, options)
 
 
-def _room(prompt_length: int, asked: int, explicit: bool, name: str, limit: int) -> int:
+def _room(subject: str, prompt_length: int, asked: int, explicit: bool, name: str, limit: int) -> int:
     """Tokens that may be generated. What was asked for is granted or refused, never cut; a default is cut to fit."""
     least = 1 if asked > 0 else 0
     if prompt_length + least > limit:
         raise UserError(
-            f"prompt has {prompt_length} tokens, and {name} is at least {least}; the limit of both is {limit} tokens"
+            f"{subject} {prompt_length} tokens, and {name} is at least {least}; the limit of both is {limit} tokens"
         )
     if not explicit:
         return min(asked, limit - prompt_length)

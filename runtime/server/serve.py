@@ -17,16 +17,22 @@ from compress.errors import UserError
 from compress.runtime.server.app import build_app
 from compress.runtime.server.service import Service
 
+BACKLOG = 2048  # connections that wait to be accepted
 FLUSH_SECONDS = 5  # for responses that are written, once nothing runs any more
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a port in use is told before a model is loaded. Port 0 takes a free one."""
+    """A listening socket, so that a port in use is told before a model is loaded. Port 0 takes a free one.
+
+    Connections that come before anything is answered wait in its backlog.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio switches Nagle's algorithm off only where the protocol is stated: 40 ms of each request otherwise
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen(BACKLOG)  # two sockets may be bound to one port, but only one of them listens
     except OSError as error:
         sock.close()
         raise UserError(f"--host {host} --port {port}: {error.strerror or error}") from error
@@ -98,11 +104,12 @@ class Server(uvicorn.Server):
 
     async def _drain_and_exit(self) -> None:
         seconds, running = self._service.options.drain_seconds, self._service.loop.open
-        wait = f"; {running} answers have {seconds:g} s to finish; another signal ends at once" if running else ""
+        have = "1 answer has" if running == 1 else f"{running} answers have"
+        wait = f"; {have} {seconds:g} s to finish; another signal ends at once" if running else ""
         self._say(f"stopping{wait}")
         cut = await self._service.drain()
         if cut:
-            self._say(f"{cut} answers were cut after {seconds:g} s")
+            self._say(f"{'1 answer was' if cut == 1 else f'{cut} answers were'} cut after {seconds:g} s")
         self.should_exit = True
 
 

@@ -39,6 +39,15 @@ def test_a_stream_of_short_requests_does_not_starve_a_long_one() -> None:
     assert sum(other.status != "waiting" for other in others) == PASSES
 
 
+def test_one_step_with_room_for_many_keeps_the_bound() -> None:
+    scheduler = Scheduler(PagePool(80, 1), max_batched_tokens=500, max_running=500)
+    long = request(80, new=1)
+    for each in (request(20, new=10), long, *(request(1, new=1) for _ in range(50))):
+        scheduler.add(each)
+    advance(scheduler)
+    assert long.passed == PASSES
+
+
 def test_many_samples_that_do_not_fit_let_others_pass_together() -> None:
     """Sixteen samples wait for the room of their prompt, and are looked at once in a step."""
     scheduler = Scheduler(PagePool(8, 4), max_batched_tokens=64)

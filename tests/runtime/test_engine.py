@@ -358,3 +358,56 @@ def test_a_prompt_is_scored_without_generating(directory: Path) -> None:
         assert abs(one.chosen - float(expected[position - 1, token])) < 3e-5
         assert list(one.top) == [int(expected[position - 1].argmax())]
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("speculate", [None, 3])
+def test_warming_up_leaves_no_trace(
+    directory: Path, alone: list[Completion], page_size: int, speculate: int | None
+) -> None:
+    engine = Engine.load(directory, max_tokens_in_cache=512, page_size=page_size, speculate=speculate)
+    before = engine.stats
+    engine.warm_up()
+    assert engine.stats == before
+    assert engine.scheduler.pool.free == engine.scheduler.pool.total
+    assert "tokenizer" in vars(engine), "read by now"
+    assert engine.executor.replays._kept, "a step is recorded"
+    assert engine.scheduler.pool.caching
+    assert_idle(engine)
+    prompts, params = workload()
+    assert engine.generate(prompts[:1], params[:1]) == alone[:1]
+
+
+def test_warming_up_fits_the_smallest_cache(directory: Path) -> None:
+    engine = Engine.load(directory, max_tokens_in_cache=1, page_size=1)
+    engine.warm_up()
+    assert engine.stats.steps == 0
+
+
+def test_a_token_that_ends_the_text_has_an_offset_and_is_shown_where_asked(directory: Path) -> None:
+    """The second token as a stop id: told as its place in the text, which has it with `include_stop` alone."""
+    engine = Engine.load(directory)
+    prompt = list(range(40, 60))
+    free = engine.add(prompt, SamplingParams(max_tokens=8, ignore_eos=True, skip_special_tokens=False))
+    while free.status != "finished":
+        engine.step()
+    stop = free.generated[3]
+    end = free.generated.index(stop) + 1
+    whole = engine.add(prompt, SamplingParams(max_tokens=end, ignore_eos=True, skip_special_tokens=False))
+    for include in (False, True):
+        params = SamplingParams(
+            max_tokens=8, ignore_eos=True, skip_special_tokens=False, stop_token_ids=(stop,), include_stop=include
+        )
+        request = engine.add(prompt, params)
+        while request.status != "finished":
+            engine.step()
+        assert request.text is not None
+        assert whole.text is not None
+        assert free.text is not None
+        assert request.finish_reason == "stop"
+        assert request.generated == free.generated[:end]
+        assert request.text.offsets == free.text.offsets[:end]
+        if include:
+            text = whole.text.take()
+            assert text
+            assert request.text.take() == text

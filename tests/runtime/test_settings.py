@@ -82,3 +82,23 @@ def test_a_wrong_request_is_told_by_name(directory: Path) -> None:
     with pytest.raises(UserError, match="params must be SamplingParams, not None"):
         engine.add([1], None)  # type: ignore[arg-type]
     assert not engine.scheduler.busy
+
+
+def test_what_is_no_request_or_no_list_is_told(directory: Path) -> None:
+    engine, other = Engine.load(directory), Engine.load(directory)
+    foreign = other.add([1], SamplingParams())
+    for wrong, message in (
+        (None, "must be a Request that `add` gave, not None"),
+        (foreign, "not one of this engine's"),
+    ):
+        with pytest.raises(UserError, match=message):
+            engine.abort(wrong)  # type: ignore[arg-type]
+    other.abort(foreign)
+    other.abort(foreign)
+    assert foreign.finish_reason == "abort"
+    for prompts in (None, 5, b"ab"):
+        with pytest.raises(UserError, match="prompts must be a list of texts or of token ids, not"):
+            engine.generate(prompts, SamplingParams())  # type: ignore[arg-type]
+    for token in (256, -1):
+        with pytest.raises(UserError, match="ids must be between 0 and 255"):
+            engine.hidden_states(torch.tensor([1, token]))

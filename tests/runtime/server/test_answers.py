@@ -158,3 +158,19 @@ def test_a_shared_prompt_is_computed_once(server: Live) -> None:
     assert again >= 80
     salted = server.complete(prompt, max_tokens=1, cache_salt="mine")["usage"]["prompt_tokens_details"]
     assert salted["cached_tokens"] == 0
+
+
+def test_the_reason_of_a_stop_and_the_place_of_its_token(server: Live) -> None:
+    body = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    body |= {"skip_special_tokens": False}
+    free = server.complete(**body)
+    assert free["choices"][0]["stop_reason"] is None
+    every = list(range(256))  # whichever comes first ends it
+    told = server.complete(**body, stop_token_ids=every)["choices"][0]
+    assert told["finish_reason"] == "stop"
+    assert told["stop_reason"] in every
+    assert [len(column) for column in told["logprobs"].values()] == [1, 1, 1, 1]
+    events = server.stream(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=4, stop_token_ids=every
+    )
+    assert events[-2]["choices"][0]["stop_reason"] in every

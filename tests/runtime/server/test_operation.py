@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import json
+import socket
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from compress.errors import UserError
 from compress.runtime.request import Request
 from compress.runtime.server.job import Job, Track
+from compress.runtime.server.serve import bind
 from compress.runtime.text import TextStream
 from tests.product import run_cli
 from tests.runtime.server.live import WAIT, Live, live, until
@@ -115,6 +119,7 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(tiny: Path) -> None:
 def test_a_choice_whose_text_fails_takes_no_thread_with_it(tiny: Path) -> None:
     class Mute:
         offsets: tuple[int, ...] = ()
+        stopped_by: str | None = None
 
         def append(self, token: int) -> bool:
             return False
@@ -239,3 +244,26 @@ def test_nothing_of_a_finished_request_is_kept(tiny: Path) -> None:
             until(lambda: server.service.loop.open == 0)
         server.complete("cold", max_tokens=2)
         until(lambda: alive() == before, 10.0)
+
+
+def test_accepted_connections_send_at_once() -> None:
+    """asyncio sets TCP_NODELAY only where a socket states its protocol."""
+    sock = bind("127.0.0.1", 0)
+    try:
+        assert sock.proto == socket.IPPROTO_TCP
+        with socket.create_connection(sock.getsockname()[:2]):
+            accepted, _ = sock.accept()
+            with accepted:
+                assert accepted.proto == socket.IPPROTO_TCP
+    finally:
+        sock.close()
+
+
+def test_a_second_server_on_a_port_is_told_before_it_loads() -> None:
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    try:
+        with pytest.raises(UserError, match=f"--host 127.0.0.1 --port {port}: .*in use"):
+            bind("127.0.0.1", port)
+    finally:
+        first.close()

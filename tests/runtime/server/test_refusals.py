@@ -24,7 +24,12 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": [1, 256]}, "256 is out of range; ids go from 0 to 255", "prompt"),
     (COMPLETIONS, {"prompt": [1, -1]}, "-1 is out of range", "prompt"),
     (COMPLETIONS, {"prompt": [1, True]}, "prompt must be", "prompt"),
-    (COMPLETIONS, {"prompt": 5}, "prompt:", "prompt"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "lists of token ids, all of one kind", "prompt"),
+    (COMPLETIONS, {"prompt": 5}, "prompt: Input should be a string or a list, not 5", "prompt"),
+    (COMPLETIONS, {"prompt": "x", "stop": 5}, "stop: Input should be a string or a list, not 5", "stop"),
+    (COMPLETIONS, {"prompt": ["x"] * 4, "n": 100}, "n: 400 choices in one request; at most 320", "n"),
+    (CHATS, {"messages": [{"role": "user", "content": "x" * LENGTH}]}, "messages have ", "messages"),
+    (CHATS, {"messages": USER, "chat_template_kwargs": {"messages": []}}, "messages cannot", "chat_template_kwargs"),
     (COMPLETIONS, {}, "prompt: Field required", "prompt"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": -1}, "max_tokens must be at least 1, not -1", "max_tokens"),
@@ -132,6 +137,14 @@ def test_what_is_no_body_is_a_400(server: Live, body: bytes) -> None:
     assert server.call("GET", "/health")[0] == 200
 
 
+def test_a_body_that_is_no_object_is_told_what_to_send(server: Live) -> None:
+    body, form = b'{"prompt": "x"}', {"Content-Type": "application/x-www-form-urlencoded"}
+    status, raw, _ = server.raw("POST", COMPLETIONS, body, form)
+    assert status == 400
+    assert b'"the body must be a JSON object; send Content-Type: application/json"' in raw
+    assert b'"the body must be a JSON object"' in server.raw("POST", COMPLETIONS, b"[]")[1]
+
+
 def test_half_a_surrogate_pair_neither_fails_nor_leaks_into_the_answer(server: Live) -> None:
     status, raw, _ = server.raw("POST", COMPLETIONS, b'{"prompt": "a\\ud83d", "echo": true, "max_tokens": 1}')
     assert status == 200
@@ -225,6 +238,7 @@ def test_the_key(narrow: Live) -> None:
         assert status == 401
         assert told["error"]["code"] == "invalid_api_key"
     assert narrow.call("GET", "/v1/models", headers=KEY)[0] == 200
+    assert narrow.call("GET", "/v1/models", headers={"authorization": "bearer s3cret"})[0] == 200
     assert narrow.call("GET", "/health")[0] == 200
 
 
