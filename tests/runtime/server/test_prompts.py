@@ -167,3 +167,8 @@ def test_special_tokens_are_shown_where_that_is_asked_for(tmp_path: Path) -> Non
     with live(directory) as server:
         assert server.complete("Hi", **asked)["choices"][0]["text"] == ""
         assert server.complete("Hi", skip_special_tokens=False, **asked)["choices"][0]["text"] == "<s><s><s>"
+
+
+def test_the_tokenizer_of_long_texts_is_copied_before_requests_come(server: Live) -> None:
+    prompts = server.service.prompts
+    assert vars(prompts)["_spare"] is not prompts._tokenizer

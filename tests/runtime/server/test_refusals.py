@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 
@@ -240,6 +242,13 @@ def test_the_key(narrow: Live) -> None:
     assert narrow.call("GET", "/v1/models", headers=KEY)[0] == 200
     assert narrow.call("GET", "/v1/models", headers={"authorization": "bearer s3cret"})[0] == 200
     assert narrow.call("GET", "/health")[0] == 200
+
+
+def test_a_401_names_the_scheme(narrow: Live) -> None:
+    with pytest.raises(HTTPError) as refused:
+        urlopen(f"{narrow.url}/v1/models", timeout=60)
+    assert refused.value.code == 401
+    assert refused.value.headers["WWW-Authenticate"] == "Bearer"
 
 
 def test_a_large_body(narrow: Live) -> None:
