@@ -182,7 +182,7 @@ def attend_kernel(
         page = ids.to(tl.int64)
         slot = (key + columns) & ((1 << PAGE_BITS) - 1)
         # a slot that nobody wrote, or another request's, may hold NaN
-        if WINDOWED:  # from `oldest` on: below it the difference is a large number
+        if WINDOWED:  # noqa: SIM108 (one value is compiled); below `oldest` the difference is a large number
             written = (key - oldest + columns).to(tl.uint32, bitcast=True) < seen
         else:
             written = key + columns < end_key

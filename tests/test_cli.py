@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -272,7 +273,7 @@ def test_eval_alone_and_against_a_baseline(tmp_path: Path, result: Path) -> None
     assert "--window 4096: the model has 512 positions" in one_line(err)
 
 
-def retold(directory: Path, order: list[int], **settings: int) -> Path:
+def retold(directory: Path, order: list[int], **settings: Any) -> Path:
     """A tiny model whose tokenizer has the single-byte tokens at the ids of `order`."""
     model = tiny_model(directory, **settings)
     file = model / "tokenizer.json"

@@ -49,7 +49,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], F
     """All files that are to be run, as many at a time as there are cores: an interpreter uses one."""
     marks = {"test_interpreted": "not slow", "test_interpreted_at_length": "slow"}
     wanted = [
-        (item.callspec.params["name"], marks[item.originalname])
+        (str(item.callspec.params["name"]), marks[item.originalname])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.module is request.module and item.originalname in marks
     ]
