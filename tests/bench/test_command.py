@@ -205,14 +205,7 @@ def test_ctrl_c_is_one_line() -> None:
     behaviour = Behaviour(first=30, models=[{"id": "long"}])
     with serving(behaviour) as url:
         command = [sys.executable, "-m", "compress.cli", "bench", "--url", url, "--concurrency", "2"]
-        # a shell that runs the tests in the background has SIGINT ignored, and what is ignored is inherited
-        process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
         while len(behaviour.asked) < 2:
             assert time.monotonic() < deadline
